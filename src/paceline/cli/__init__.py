@@ -1,0 +1,1 @@
+"""The command line: one function per verb, heavy imports inside them."""

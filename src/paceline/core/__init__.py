@@ -1,0 +1,1 @@
+"""Shared kernel: standard library only, no I/O."""

@@ -1,0 +1,19 @@
+"""Where every wait and time stamp comes from."""
+
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Time as an argument, so that a test can advance it."""
+
+    def time(self) -> float:
+        """Return seconds since the Unix epoch; may jump when the computer's clock is set."""
+        ...
+
+    def monotonic(self) -> float:
+        """Return seconds since some fixed moment; never goes back."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Block for ``seconds``; zero or less returns at once."""
+        ...

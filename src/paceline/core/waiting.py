@@ -1,0 +1,22 @@
+"""The one wait with a deadline."""
+
+from collections.abc import Callable
+
+from paceline.core.clock import Clock
+from paceline.core.errors import DeadlineExceededError
+
+
+def wait_until(
+    ready: Callable[[], bool], *, what: str, clock: Clock, timeout_s: float, interval_s: float = 5.0
+) -> None:
+    """Poll ``ready`` until it is true, or raise DeadlineExceededError.
+
+    ``ready`` runs at least once, and once more at the deadline. What it raises passes
+    through: only the caller knows which failures are worth a next try.
+    """
+    deadline = clock.monotonic() + timeout_s
+    while not ready():
+        left_s = deadline - clock.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceededError(f"{what}: not done after {timeout_s:g} s")
+        clock.sleep(min(interval_s, left_s))

@@ -1,0 +1,61 @@
+"""Move weight versions from trainers to rollout engines. Re-exports only."""
+
+from paceline.refit.errors import (
+    ApplyError,
+    ControlError,
+    FetchError,
+    PublishError,
+    RefitError,
+    StagingError,
+    StaleVersionError,
+    UncertainStateError,
+    VerifyError,
+)
+from paceline.refit.model import (
+    CompletionFence,
+    Lease,
+    Shard,
+    StagedWeightVersionShardData,
+    TensorBuffer,
+    TensorEntry,
+    TrainerStagingMode,
+    VersionState,
+    WeightPayloadFormat,
+    WeightVersion,
+    WeightVersionShardManifest,
+    WorkerRole,
+)
+from paceline.refit.trainers.protocol import (
+    NixlMetadataProvider,
+    SupportsChain,
+    TrainerEngineAdapter,
+    WeightVersionShardManifestPublisher,
+)
+
+__all__ = [
+    "ApplyError",
+    "CompletionFence",
+    "ControlError",
+    "FetchError",
+    "Lease",
+    "NixlMetadataProvider",
+    "PublishError",
+    "RefitError",
+    "Shard",
+    "StagedWeightVersionShardData",
+    "StagingError",
+    "StaleVersionError",
+    "SupportsChain",
+    "TensorBuffer",
+    "TensorEntry",
+    "TrainerEngineAdapter",
+    "TrainerStagingMode",
+    "UncertainStateError",
+    "VerifyError",
+    "VersionState",
+    "WeightPayloadFormat",
+    "WeightVersion",
+    "WeightVersionShardManifest",
+    "WeightVersionShardManifestPublisher",
+    "WorkerRole",
+]

@@ -1,0 +1,133 @@
+"""What publisher and receiver need of the control plane: plain values in and out, blocking.
+
+The first part mirrors the public protocol ``model_express.refit`` call by call; the second is
+Paceline's own service ``paceline.refit.v1``. The client over gRPC and the ledger inside the
+service both sign this, so that whoever works with the one works with the other.
+
+Every method may raise ControlUnavailableError and AccessRefusedError (the client), and
+InvalidRequestError for malformed arguments.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from paceline.refit.model import (
+    Event,
+    InstalledReport,
+    Lease,
+    Shard,
+    VersionDescription,
+    VersionRequest,
+    VersionState,
+    WeightVersion,
+    WorkerRegistration,
+)
+
+
+class ControlPlane(Protocol):
+    """Versions, shards, workers, leases, and who serves what."""
+
+    def register_worker(
+        self, registration: WorkerRegistration, *, ttl_seconds: int
+    ) -> WorkerRegistration:
+        """Register or refresh this process; returns it with the expiry. This is the heartbeat.
+
+        Raises:
+            AlreadyExistsError: the id is alive with another role or model.
+        """
+        ...
+
+    def create_version(self, request: VersionRequest) -> WeightVersion:
+        """Create a version, or return the one that an equal request created.
+
+        Raises:
+            AlreadyExistsError: key or uid belong to a different request.
+            NotFoundError: the base is unknown.
+            PreconditionError: the base is not READY or of another model.
+        """
+        ...
+
+    def get_version(self, uid: str) -> WeightVersion:
+        """Return one version. Raises NotFoundError."""
+        ...
+
+    def update_version_state(self, uid: str, state: VersionState) -> WeightVersion:
+        """Move a version along its life. Raises NotFoundError, PreconditionError."""
+        ...
+
+    def delete_version(self, uid: str) -> WeightVersion:
+        """Move a version to RELEASING; leases are untouched. Idempotent. Raises NotFoundError."""
+        ...
+
+    def create_shard(self, shard: Shard) -> WeightVersion:
+        """Advertise a shard; the one that covers the last slot makes the version READY at once.
+
+        Raises:
+            NotFoundError, PreconditionError, AlreadyExistsError: as the public protocol says.
+        """
+        ...
+
+    def list_shards(self, version_id: str) -> Sequence[Shard]:
+        """Return the shards sorted by (slot, worker). Raises NotFoundError."""
+        ...
+
+    def delete_shard(self, *, version_id: str, source_slot_id: str, worker_id: str) -> bool:
+        """Evict a shard of a RELEASING version without leases.
+
+        Raises:
+            PreconditionError: leased, or not RELEASING.
+            NotFoundError: no such shard.
+        """
+        ...
+
+    def acquire_lease(self, *, version_id: str, worker_id: str, ttl_seconds: int) -> Lease:
+        """Take or renew this worker's hold. Raises NotFoundError, PreconditionError."""
+        ...
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give a hold back; False if it was gone already."""
+        ...
+
+    def list_versions(
+        self, model_name: str, *, run_id: str | None = None
+    ) -> Sequence[WeightVersion]:
+        """Return every recorded version of a model, oldest first, with descriptions."""
+        ...
+
+    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
+        """Attach the description, once; the same one again is fine.
+
+        Raises:
+            AlreadyExistsError: it has a different one.
+        """
+        ...
+
+    def list_leases(self, version_id: str) -> Sequence[Lease]:
+        """Return the live leases of a version. Raises NotFoundError."""
+        ...
+
+    def list_workers(self, model_name: str) -> Sequence[WorkerRegistration]:
+        """Return the registrations of a model that have not expired."""
+        ...
+
+    def report_installed(self, report: InstalledReport) -> None:
+        """Say what this generator serves now; kept with the history of its run."""
+        ...
+
+    def list_installed(
+        self, model_name: str, *, live_only: bool = True
+    ) -> Sequence[InstalledReport]:
+        """Return each generator's latest report; by default of live registrations only."""
+        ...
+
+    def record_event(self, event: Event) -> None:
+        """Append to the run's events."""
+        ...
+
+    def list_events(self, *, after: int = 0, limit: int = 1000) -> Sequence[Event]:
+        """Return events whose index is greater than ``after``, in order."""
+        ...
+
+    def close(self) -> None:
+        """Give the connection back; idempotent."""
+        ...

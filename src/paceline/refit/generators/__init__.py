@@ -1,0 +1,1 @@
+"""Rollout engines: where verified bytes become live parameters."""

@@ -1,0 +1,8 @@
+"""Rollout engines by name."""
+
+from paceline.core.registry import LazyEntry
+
+ROLLOUT_ENGINES: dict[str, LazyEntry] = {
+    "transformers": LazyEntry("paceline.refit.generators.transformers", "TransformersEngine", "hf"),
+}
+"""Name -> class that signs GeneratorEngineAdapter and generates tokens."""

@@ -1,0 +1,1 @@
+"""Hooks for the training loops people already have."""

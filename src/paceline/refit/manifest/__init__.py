@@ -1,0 +1,1 @@
+"""The document that says what a weight version is made of and where its bytes are."""

@@ -1,0 +1,61 @@
+"""Shapes of manifest schema 1; ``docs/formats/manifest-v1.md`` is the specification."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.refit.model import TensorEntry, WeightPayloadFormat
+
+SCHEMA = "paceline.manifest.v1"
+
+
+class Scheme(StrEnum):
+    """How one tensor's bytes are represented in a payload object."""
+
+    RAW = "raw"
+    """The tensor's bytes as they are."""
+    DENSE = "dense"
+    """The whole XOR against the base, compressed: for tensors where most elements changed."""
+    GAP = "gap"
+    """Gaps between changed elements and their ulp differences, each stream compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadObject:
+    """One immutable byte string that readers fetch in chunks and prove chunk by chunk."""
+
+    object_id: str
+    """SHA-256 hex over the concatenated binary chunk hashes, so that the id proves them."""
+    num_bytes: int
+    chunk_bytes: int
+    chunk_sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Where one changed (or full) tensor is inside an object."""
+
+    tensor: str
+    scheme: Scheme
+    object_id: str
+    offset: int
+    num_bytes: int
+    changed_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything a receiver needs to fetch and prove one shard, whoever serves it."""
+
+    payload_format: WeightPayloadFormat
+    source_slot_id: str
+    base_root: str | None
+    """Root digest over this slot's tensors that a delta applies to; None for a full payload."""
+    root_digest: str
+    """Root digest over this slot's tensors, changed or not."""
+    tensors: tuple[TensorEntry, ...]
+    """Sorted by name, every tensor of the slot; tensors without a segment did not change."""
+    aliases: tuple[tuple[str, str], ...]
+    """(further name, canonical name) of tied tensors, sorted."""
+    objects: tuple[PayloadObject, ...]
+    segments: tuple[Segment, ...]
+    """Sorted by tensor name, at most one per tensor."""

@@ -1,0 +1,1 @@
+"""A rollout engine behind OpenAI-compatible routes."""

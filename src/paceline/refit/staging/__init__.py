@@ -1,0 +1,1 @@
+"""Keeping a version's source bytes still until nobody reads them."""

@@ -1,0 +1,1 @@
+"""Trainer engines: how the weights of a training library become immutable source bytes."""

@@ -1,0 +1,8 @@
+"""Trainer engines by name."""
+
+from paceline.core.registry import LazyEntry
+
+TRAINER_ENGINES: dict[str, LazyEntry] = {
+    "torch": LazyEntry("paceline.refit.trainers.torch_module", "TorchModuleTrainer", "train"),
+}
+"""Name -> class that signs TrainerEngineAdapter."""

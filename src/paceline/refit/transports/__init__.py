@@ -1,0 +1,1 @@
+"""Movers of weight bytes, reached by name through the registry."""

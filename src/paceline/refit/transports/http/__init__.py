@@ -1,0 +1,1 @@
+"""Manifests and payload objects over HTTP/1.1 with ranges."""

@@ -1,0 +1,15 @@
+"""Transports by name."""
+
+from paceline.core.registry import LazyEntry
+
+OBJECT_SERVERS: dict[str, LazyEntry] = {
+    "http": LazyEntry("paceline.refit.transports.http.server", "HttpObjectServer"),
+    "memory": LazyEntry("paceline.refit.transports.memory", "MemoryObjectServer"),
+}
+"""Name -> class that serves objects."""
+
+OBJECT_READERS: dict[str, LazyEntry] = {
+    "http": LazyEntry("paceline.refit.transports.http.reader", "HttpObjectReader"),
+    "memory": LazyEntry("paceline.refit.transports.memory", "MemoryObjectReader"),
+}
+"""Name -> class that reads them."""

@@ -1,0 +1,1 @@
+"""Machines that are a directory and processes of this computer."""

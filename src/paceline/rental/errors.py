@@ -1,0 +1,52 @@
+"""What can go wrong with machines, sorted by what the caller does next."""
+
+from paceline.core.errors import ExitStatus, PacelineError
+from paceline.rental.model import InstanceHandle
+
+
+class BackendError(PacelineError, RuntimeError):
+    """Base for every failure that comes from a backend."""
+
+    exit_status = ExitStatus.PROVISION
+
+
+class NoOffersError(BackendError):
+    """Nothing on offer fits: relax a constraint or ask another backend."""
+
+
+class ProvisionError(BackendError):
+    """No machine was created, or one may have been: look at ``leaked``.
+
+    ``leaked`` names a machine that exists and bills although the call failed; the caller must
+    tear it down. None means that the backend is sure that nothing was created.
+    """
+
+    def __init__(self, *args: object, leaked: InstanceHandle | None = None) -> None:
+        super().__init__(*args)
+        self.leaked = leaked
+
+
+class InstanceNotFoundError(BackendError):
+    """The machine does not exist, or not any more."""
+
+
+class SshUnreachableError(BackendError):
+    """The machine does not answer yet; usually gone after some waiting."""
+
+    exit_status = ExitStatus.NOT_READY
+
+
+class RemoteCommandError(BackendError):
+    """A command or copy on a machine could not be carried out."""
+
+    exit_status = ExitStatus.REMOTE_FAILED
+
+
+class CommandTimeoutError(RemoteCommandError):
+    """A command ran past its ``timeout_s``; its whole process group was ended."""
+
+
+class NotProvenGoneError(BackendError):
+    """A machine was told to go and has not been seen gone; it may still be billing."""
+
+    exit_status = ExitStatus.NOT_PROVEN_GONE

@@ -1,0 +1,91 @@
+"""The nouns of rental: what can be rented, what is rented, what a backend said of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class InstanceState(StrEnum):
+    """The five words for what a machine is doing; text nobody knows is read as UNKNOWN."""
+
+    LOADING = "loading"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    DESTROYED = "destroyed"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def parse(cls, text: object) -> "InstanceState":
+        """Return the member named ``text``, or UNKNOWN; never raises."""
+        try:
+            return cls(str(text))
+        except ValueError:
+            return cls.UNKNOWN
+
+
+@dataclass(frozen=True)
+class OfferConstraints:
+    """What an offer must have to be considered."""
+
+    gpu_target: str
+    """The backend's own token, e.g. ``b200-2x``; the adapter turns it into its native search."""
+    min_disk_gb: int = 500
+    min_inet_down_mbps: int = 500
+    min_reliability: float = 0.97
+    min_duration_days: float = 3.0
+    max_dph: float | None = None
+    """Highest price, US dollars per hour for the whole machine; None is no limit."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A machine that can be rented now, in one vocabulary for all backends."""
+
+    backend: str
+    id: str
+    gpu_name: str
+    num_gpus: int
+    gpu_total_ram_gb: int
+    dph: float
+    """US dollars per hour for the whole machine."""
+    reliability: float
+    inet_down_mbps: float
+    disk_space_gb: float
+    geolocation: str
+    raw: Mapping[str, object]
+    """What the backend said, untouched."""
+
+
+@dataclass(frozen=True)
+class InstanceHandle:
+    """How a rented machine is named: backend and id together are unique in the world."""
+
+    backend: str
+    instance_id: str
+    label: str
+    """The operator's own tag, set at creation; machines are found by it after an ambiguity."""
+    created_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """What a backend said once about a machine."""
+
+    state: str
+    """One of the values of InstanceState."""
+    gpu_name: str
+    num_gpus: int
+    uptime_s: float | None
+    public_endpoint: str | None
+    """``ssh://user@host:port``, ``http://host:port``, or None while nothing is exposed."""
+    raw: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class ExitCode:
+    """How a command on a machine ended."""
+
+    code: int
+    """The command's own status; a command ended by signal n reports 128 + n."""
+    duration_s: float

@@ -1,0 +1,1 @@
+"""A shell and files on one machine."""

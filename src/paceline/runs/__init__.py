@@ -1,0 +1,1 @@
+"""Where the two halves meet: one job, its machines and its weights."""

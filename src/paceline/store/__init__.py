@@ -1,0 +1,1 @@
+"""Records of both halves behind one protocol; the composition root picks implementations."""

@@ -1,0 +1,55 @@
+"""Real clock, randomness, environment and state directory: the one file that touches them."""
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+from paceline.core.clock import Clock
+
+
+class SystemClock:
+    """The computer's own clock."""
+
+    def time(self) -> float:
+        """Return seconds since the Unix epoch."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Return seconds since some fixed moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block; zero or less returns at once."""
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+def system_clock() -> Clock:
+    """Return the computer's clock."""
+    return SystemClock()
+
+
+def environ() -> Mapping[str, str]:
+    """Return the environment of this process."""
+    return os.environ
+
+
+def new_nonce(num_bytes: int = 4) -> str:
+    """Return fresh lower-case hex that nobody can guess."""
+    return secrets.token_hex(num_bytes)
+
+
+def chance() -> float:
+    """Return a random number in [0, 1) for jitter; not for secrets."""
+    return random.random()  # noqa: S311 - jitter
+
+
+def state_dir() -> Path:
+    """Return the operator's state directory: PACELINE_STATE_DIR or the platform's own place."""
+    given = environ().get("PACELINE_STATE_DIR")
+    return Path(given) if given else Path(platformdirs.user_state_path("paceline"))

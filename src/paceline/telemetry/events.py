@@ -1,0 +1,41 @@
+"""The only list of event names and of the fields each one carries."""
+
+from typing import Final
+
+EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    # trainer
+    "train.step": ("step", "reward", "loss", "staleness", "step_s"),
+    "version.published": (
+        "version_id",
+        "sequence",
+        "step",
+        "root_digest",
+        "payload_format",
+        "payload_bytes",
+        "full_bytes",
+        "changed_elements",
+        "total_elements",
+        "publish_ms",
+    ),
+    # generator
+    "version.installed": (
+        "version_id",
+        "sequence",
+        "root_digest",
+        "fetched_bytes",
+        "refit_ms",
+        "pause_ms",
+    ),
+    "version.refused": ("version_id", "sequence", "reason"),
+    # run
+    "run.planned": ("roles", "dph"),
+    "machine.provisioned": ("role", "index", "backend", "instance_id", "label"),
+    "machine.running": ("role", "index", "label"),
+    "machine.destroyed": ("role", "index", "backend", "instance_id", "label"),
+    "role.started": ("role", "index", "attempt"),
+    "role.exited": ("role", "index", "code", "attempt"),
+    "role.replaced": ("role", "index", "attempt", "reason"),
+    "artifacts.pulled": ("role", "index", "path"),
+    "run.finished": ("outcome", "reason", "wall_s", "cost_usd"),
+}
+"""Event name -> its fields, in order; further fields are allowed, missing ones are not."""

@@ -1,0 +1,1 @@
+"""Clocks, faults, fakes and contracts for authors of adapters."""

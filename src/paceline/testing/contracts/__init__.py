@@ -1,0 +1,1 @@
+"""One abstract test class per port; an implementation is right when it passes."""
