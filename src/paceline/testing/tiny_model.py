@@ -1,5 +1,6 @@
 """A real causal language model small enough for a test: Qwen3 in shape, 64 characters of text."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from paceline.refit.model import TensorBuffer
 
 CHARACTERS = "0123456789+-=*/()., abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ("<pad>", "<end>", "<unk>")
@@ -57,3 +60,10 @@ def tiny_model(directory: Path, *, seed: int, dtype: torch.dtype = torch.bfloat1
             # Norms stay near 1; the rest is loud enough for continuations that differ.
             parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 else 0.3 * noise)
     return model.eval()
+
+
+def write_weights(live: Mapping[str, TensorBuffer], model: torch.nn.Module) -> None:
+    """Overwrite live bytes with a model's, as an install does; call it at a safe point."""
+    wanted = model.state_dict()
+    for name, buffer in live.items():
+        buffer.data[:] = wanted[name].reshape(-1).view(torch.uint8).numpy().data

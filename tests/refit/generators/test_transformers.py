@@ -18,8 +18,9 @@ from paceline.refit.errors import (
 )
 from paceline.refit.generators.protocol import EngineConfig, InstalledVersion, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
+from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.system import system_clock
-from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
+from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3, write_weights
 
 V1 = InstalledVersion(version_id="v1", sequence=1, root_digest="aa")
 V2 = InstalledVersion(version_id="v2", sequence=2, root_digest="bb")
@@ -44,15 +45,14 @@ def make_engine(model_dir: Path, **changes: object) -> TransformersEngine:
     return TransformersEngine(config, clock=system_clock(), new_seed=lambda: 99)
 
 
-def install(engine: TransformersEngine, model_dir: Path, *, seed: int, label: InstalledVersion):
+def install(
+    engine: TransformersEngine, model_dir: Path, *, seed: int, label: InstalledVersion
+) -> None:
     """Write a whole model through the byte views, as a receiver does."""
-    wanted = tiny_model(model_dir, seed=seed, dtype=torch.float32).state_dict()
-
-    def write() -> None:
-        for name, buffer in engine.live_tensors().items():
-            buffer.data[:] = wanted[name].reshape(-1).view(torch.uint8).numpy().data
-
-    engine.at_safe_point(write, installed=label, timeout_s=5)
+    model = tiny_model(model_dir, seed=seed, dtype=torch.float32)
+    engine.at_safe_point(
+        lambda: write_weights(engine.live_tensors(), model), installed=label, timeout_s=5
+    )
 
 
 def reference(model_dir: Path, prompt: list[int], *, seed: int, num_tokens: int) -> list[int]:
@@ -62,7 +62,7 @@ def reference(model_dir: Path, prompt: list[int], *, seed: int, num_tokens: int)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
     )
-    return out[0, len(prompt) :].tolist()
+    return [int(token_id) for token_id in out[0, len(prompt) :]]
 
 
 def greedy(num_tokens: int, **changes: object) -> Sampling:
@@ -70,14 +70,14 @@ def greedy(num_tokens: int, **changes: object) -> Sampling:
 
 
 class TestGreedy:
-    def test_equals_library(self, engine: TransformersEngine, model_dir: Path):
+    def test_equals_library(self, engine: TransformersEngine, model_dir: Path) -> None:
         """Prompts of different lengths in one batch continue as each does alone elsewhere."""
         futures = [engine.submit(prompt, greedy(12)) for prompt in PROMPTS]
         for prompt, future in zip(PROMPTS, futures, strict=True):
             choice = future.result(timeout=30).choices[0]
             assert list(choice.token_ids) == reference(model_dir, prompt, seed=1, num_tokens=12)
 
-    def test_late_joiners(self, engine: TransformersEngine, model_dir: Path):
+    def test_late_joiners(self, engine: TransformersEngine, model_dir: Path) -> None:
         """Requests that join a batch in flight, and leave it early, disturb nobody."""
         lengths = [40, 3, 25, 1, 9]
         futures = []
@@ -89,7 +89,7 @@ class TestGreedy:
             assert tokens[: len(expected)] == expected
             assert len(tokens) == lengths[at]
 
-    def test_logprobs(self, engine: TransformersEngine, model_dir: Path):
+    def test_logprobs(self, engine: TransformersEngine, model_dir: Path) -> None:
         """Log-probabilities equal those of one pass over the whole text."""
         choice = engine.submit(PROMPTS[0], greedy(8, ignore_eos=True)).result(30).choices[0]
         model = tiny_model(model_dir, seed=1, dtype=torch.float32)
@@ -102,7 +102,7 @@ class TestGreedy:
 
 
 class TestSampling:
-    def test_seed_decides(self, engine: TransformersEngine):
+    def test_seed_decides(self, engine: TransformersEngine) -> None:
         """The same seed gives the same choices, alone or among others; choices differ."""
         sampling = Sampling(max_tokens=10, seed=7, n=3, ignore_eos=True)
         alone = engine.submit(PROMPTS[0], sampling).result(timeout=30)
@@ -113,7 +113,13 @@ class TestSampling:
         for future in crowd:
             assert future.result(timeout=30).choices
 
-    def test_temperature_in_logprob(self, engine: TransformersEngine):
+    def test_streams_do_not_meet(self) -> None:
+        """Choices of neighbouring seeds and of neighbouring prompts draw different numbers."""
+        requests = [Sampling(seed=seed, n=4).for_prompt(at) for seed in range(4) for at in range(4)]
+        first = [one.random() for each in requests for one in make_streams(each, fresh_seed=0)]
+        assert len(set(first)) == 64
+
+    def test_temperature_in_logprob(self, engine: TransformersEngine) -> None:
         """The log-probability is of the tempered distribution and ignores top_k."""
         cold = Sampling(max_tokens=1, temperature=0.5, seed=3, top_k=1)
         hot = Sampling(max_tokens=1, temperature=2.0, seed=3, top_k=1)
@@ -121,7 +127,7 @@ class TestSampling:
         assert first.token_ids == second.token_ids
         assert second.logprobs[0] < first.logprobs[0] < 0
 
-    def test_tiny_nucleus_is_greedy(self, engine: TransformersEngine):
+    def test_tiny_nucleus_is_greedy(self, engine: TransformersEngine) -> None:
         """A nucleus smaller than the best token's share leaves only that token."""
         narrow = Sampling(max_tokens=6, top_p=1e-9, seed=5)
         assert (
@@ -131,7 +137,7 @@ class TestSampling:
 
 
 class TestEnds:
-    def test_stop_token(self, engine: TransformersEngine):
+    def test_stop_token(self, engine: TransformersEngine) -> None:
         """A stop token ends the choice and is its last token."""
         free = engine.submit(PROMPTS[0], greedy(10, ignore_eos=True)).result(30).choices[0]
         stop = free.token_ids[4]
@@ -139,7 +145,7 @@ class TestEnds:
         assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
         assert cut.finish_reason == "stop"
 
-    def test_stop_text(self, engine: TransformersEngine):
+    def test_stop_text(self, engine: TransformersEngine) -> None:
         """A stop text ends the choice; its tokens are there, its text is not."""
         free = engine.submit(PROMPTS[0], greedy(10, ignore_eos=True)).result(30).choices[0]
         stop = free.text[3:5]
@@ -151,7 +157,7 @@ class TestEnds:
 
 
 class TestUpdates:
-    def test_update_while_decoding(self, engine: TransformersEngine, model_dir: Path):
+    def test_update_while_decoding(self, engine: TransformersEngine, model_dir: Path) -> None:
         """Tokens after an update are the new weights' continuation of the old weights' cache."""
         paused = threading.Event()
         future = engine.submit(PROMPTS[0], greedy(100, ignore_eos=True))
@@ -177,7 +183,7 @@ class TestUpdates:
             tokens.append(int(out.logits[0, -1].argmax()))
         return tokens
 
-    def test_failed_write_keeps_label(self, engine: TransformersEngine):
+    def test_failed_write_keeps_label(self, engine: TransformersEngine) -> None:
         """What a write raises passes through and the old version is served on."""
 
         def write() -> None:
@@ -188,7 +194,7 @@ class TestUpdates:
         assert engine.installed() == V1
         assert engine.submit(PROMPTS[0], greedy(1)).result(30).choices[0].spans[0].installed == V1
 
-    def test_uncertain_write_refuses(self, engine: TransformersEngine):
+    def test_uncertain_write_refuses(self, engine: TransformersEngine) -> None:
         """After a write whose undo failed nothing is served."""
 
         def write() -> None:
@@ -199,14 +205,14 @@ class TestUpdates:
         with pytest.raises(EngineNotReadyError):
             engine.submit(PROMPTS[0], greedy(1))
 
-    def test_unlabelled_fails_those_in_flight(self, engine: TransformersEngine):
+    def test_unlabelled_fails_those_in_flight(self, engine: TransformersEngine) -> None:
         """Requests in flight end with an error when the weights become unusable."""
         future = engine.submit(PROMPTS[0], greedy(100, ignore_eos=True))
         engine.at_safe_point(lambda: None, installed=None, timeout_s=5)
         with pytest.raises(EngineNotReadyError):
             future.result(timeout=30)
 
-    def test_writer_has_a_deadline(self, engine: TransformersEngine):
+    def test_writer_has_a_deadline(self, engine: TransformersEngine) -> None:
         """A second writer gives up in time while the first one writes, and changes nothing."""
         entered, leave = threading.Event(), threading.Event()
 
@@ -225,7 +231,7 @@ class TestUpdates:
         thread.join(20)
         assert engine.installed() == V2
 
-    def test_nan_weights_fail_requests(self, engine: TransformersEngine):
+    def test_nan_weights_fail_requests(self, engine: TransformersEngine) -> None:
         """Broken weights fail the request and leave the engine alive."""
         for buffer in engine.live_tensors().values():
             buffer.data[:] = b"\xff" * len(buffer.data)
@@ -235,7 +241,7 @@ class TestUpdates:
 
 
 class TestAdmission:
-    def test_refuses_before_first_version(self, model_dir: Path):
+    def test_refuses_before_first_version(self, model_dir: Path) -> None:
         """Random weights are never served."""
         engine = make_engine(model_dir)
         with pytest.raises(EngineNotReadyError):
@@ -252,13 +258,15 @@ class TestAdmission:
             ([1], greedy(1, n=33), "n"),
         ],
     )
-    def test_bad_requests(self, engine: TransformersEngine, prompt, sampling, field):
+    def test_bad_requests(
+        self, engine: TransformersEngine, prompt: list[int], sampling: Sampling, field: str
+    ) -> None:
         """What cannot be served is refused at once, and the field is named."""
         with pytest.raises(BadRequestError) as caught:
             engine.submit(prompt, sampling)
         assert caught.value.field == field
 
-    def test_queue_is_bounded_and_cancel_frees(self, model_dir: Path):
+    def test_queue_is_bounded_and_cancel_frees(self, model_dir: Path) -> None:
         """A full queue refuses, and a cancelled request gives its place back."""
         engine = make_engine(model_dir, max_batch=1, max_waiting=1)
         gate, release = threading.Event(), threading.Event()
@@ -289,7 +297,7 @@ class TestAdmission:
             waiting.result(1)
         engine.close(timeout_s=10)
 
-    def test_close_fails_the_rest(self, engine: TransformersEngine):
+    def test_close_fails_the_rest(self, engine: TransformersEngine) -> None:
         """Closing ends unfinished requests with an error instead of leaving them hanging."""
         futures = [engine.submit(p, greedy(100, ignore_eos=True)) for p in PROMPTS]
         engine.close(timeout_s=20)
@@ -299,17 +307,17 @@ class TestAdmission:
 
 
 class TestBuilding:
-    def test_tied_tensors_appear_once(self, engine: TransformersEngine):
+    def test_tied_tensors_appear_once(self, engine: TransformersEngine) -> None:
         """A tied output layer is an alias; together names cover the whole state dict."""
         assert "lm_head.weight" in {*engine.live_tensors(), *engine.tensor_aliases()}
         assert len(engine.tensor_aliases()) == 1
 
-    def test_not_a_model(self, tmp_path: Path):
+    def test_not_a_model(self, tmp_path: Path) -> None:
         """A directory without a model is an error that names it."""
         with pytest.raises(PreflightError, match=str(tmp_path)):
             make_engine(tmp_path)
 
-    def test_other_device(self, model_dir: Path):
+    def test_other_device(self, model_dir: Path) -> None:
         """A device that cannot be written and proven byte by byte is refused."""
         with pytest.raises(UsageError, match="cuda"):
             make_engine(model_dir, device="cuda")
@@ -331,7 +339,7 @@ class TestBuilding:
         {"stop": ("",)},
     ],
 )
-def test_sampling_is_checked(changes: dict[str, object]):
+def test_sampling_is_checked(changes: dict[str, object]) -> None:
     """A sampling that makes no sense cannot be made."""
     with pytest.raises(BadRequestError, match=next(iter(changes))):
         Sampling(**changes)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ serving routes need. The values of the second half are also what the rollout cli
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +87,10 @@ class EngineHealth:
     reason: str = ""
 
 
+PROMPT_STRIDE = 2**32
+"""Seeds of one call's prompts are this far apart, far beyond the choices of each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are chosen; checked when made, so that an engine never meets a bad one."""
@@ -120,6 +124,15 @@ class Sampling:
         for field, is_good, wanted in checks:
             if not is_good:
                 raise BadRequestError(field, f"must be {wanted}")
+
+    def for_prompt(self, index: int) -> "Sampling":
+        """Return the same with a seed of its own for the ``index``-th of several prompts.
+
+        Otherwise equal prompts of one call would get equal choices.
+        """
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + index * PROMPT_STRIDE) % 2**63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

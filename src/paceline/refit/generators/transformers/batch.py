@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -24,7 +25,7 @@ class Job:
 
     prompt: tuple[int, ...]
     sampling: Sampling
-    streams: Sequence[torch.Generator]
+    streams: Sequence[np.random.Generator]
     future: "Future[Generation]"
     rows: "list[Row]" = field(default_factory=list)
 
@@ -34,7 +35,7 @@ class Row:
     """One choice while it grows."""
 
     job: Job
-    stream: torch.Generator
+    stream: np.random.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)

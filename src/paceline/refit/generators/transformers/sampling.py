@@ -2,26 +2,24 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from paceline.refit.errors import GenerationError
 from paceline.refit.generators.protocol import Sampling
 
-STREAM_STRIDE = 1_000_003
-"""Seeds of a request's choices are this far apart, so that neighbouring seeds do not meet."""
 
+def make_streams(sampling: Sampling, *, fresh_seed: int) -> list[np.random.Generator]:
+    """Return one random stream per choice, from the request's seed or else ``fresh_seed``.
 
-def make_streams(sampling: Sampling, *, fresh_seed: int) -> list[torch.Generator]:
-    """Return one random stream per choice, from the request's seed or else ``fresh_seed``."""
-    first = fresh_seed if sampling.seed is None else sampling.seed
-    return [
-        torch.Generator().manual_seed((first + index * STREAM_STRIDE) % 2**63)
-        for index in range(sampling.n)
-    ]
+    Not torch's generator: on CPU it looks at the low 32 bits of a seed only.
+    """
+    seed = fresh_seed if sampling.seed is None else sampling.seed
+    return [np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(sampling.n)]
 
 
 def sample_tokens(
-    logits: torch.Tensor, samplings: Sequence[Sampling], streams: Sequence[torch.Generator]
+    logits: torch.Tensor, samplings: Sequence[Sampling], streams: Sequence[np.random.Generator]
 ) -> tuple[list[int], list[float]]:
     """Return a token and its log-probability for every row of ``logits`` [rows, vocabulary].
 
@@ -43,9 +41,9 @@ def sample_tokens(
     return tokens.tolist(), chosen.tolist()
 
 
-def _draw(probabilities: torch.Tensor, streams: Sequence[torch.Generator]) -> torch.Tensor:
+def _draw(probabilities: torch.Tensor, streams: Sequence[np.random.Generator]) -> torch.Tensor:
     """Invert each row's distribution at one uniform number; rows need not sum to 1."""
-    uniform = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in streams])
+    uniform = torch.tensor([each.random() for each in streams], dtype=torch.float64)
     cumulative = probabilities.cumsum(dim=-1)
     wanted = uniform[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
