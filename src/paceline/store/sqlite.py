@@ -28,9 +28,8 @@ _CREATE = (
     " (key BLOB PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL) WITHOUT ROWID;"
     "CREATE TABLE counter (last_revision INTEGER NOT NULL);"
     "INSERT INTO counter VALUES (0);"
-    f"PRAGMA application_id = {_APPLICATION_ID};"
-    f"PRAGMA user_version = {_SCHEMA};"
 )
+_MARK = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {_SCHEMA};"
 
 
 class SqliteStore:
@@ -145,7 +144,7 @@ def _create_file(path: Path) -> None:
     try:
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
-            connection.executescript(_CREATE)
+            connection.executescript(_CREATE + _MARK)
         # Somebody else's complete store is as good as ours.
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)

@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,8 +34,14 @@ class StoreContract(ABC):
 
     def test_agrees_with_a_dict_in_any_order_of_calls(self) -> None:
         """Every sequence of commits, reads and lists gives what a plain dict would give."""
+        contract = self
+
+        class Machine(_StoreMachine):
+            def make(self, clock: Clock) -> Store:
+                return contract.make(clock)
+
         run_state_machine_as_test(
-            lambda: _StoreMachine(self.make),
+            Machine,
             settings=settings(max_examples=20, stateful_step_count=15, deadline=None),
         )
 
@@ -133,12 +139,15 @@ def _count_up(store: Store, key: str, times: int) -> None:
 class _StoreMachine(RuleBasedStateMachine):
     """Drives a store beside a dict of values and a set of all revisions ever seen."""
 
-    def __init__(self, make: Callable[[Clock], Store]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.store = make(FakeClock())
+        self.store = self.make(FakeClock())
         self.values: dict[str, bytes] = {}
         self.revisions: dict[str, int] = {}
         self.spent: set[tuple[str, int]] = set()
+
+    def make(self, clock: Clock) -> Store:
+        raise NotImplementedError
 
     def teardown(self) -> None:
         self.store.close()
