@@ -57,22 +57,25 @@ class Limits:
 def require_text(limits: Limits, **texts: str) -> None:
     """Raise InvalidRequestError for a text that is blank or too long; the keyword names it."""
     for name, text in texts.items():
-        if not text.strip():
-            raise InvalidRequestError(f"{name} is missing")
-        if len(text) > limits.text_chars_max:
-            raise InvalidRequestError(
-                f"{name} has {len(text)} characters; at most {limits.text_chars_max} are taken"
-            )
+        _check_text(name, text, chars_max=limits.text_chars_max)
 
 
 def require_address(limits: Limits, name: str, text: str) -> None:
     """Raise InvalidRequestError for an address that is blank or too long."""
+    _check_text(name, text, chars_max=limits.address_chars_max)
+
+
+def _check_text(name: str, text: str, *, chars_max: int) -> None:
     if not text.strip():
         raise InvalidRequestError(f"{name} is missing")
-    if len(text) > limits.address_chars_max:
+    if len(text) > chars_max:
         raise InvalidRequestError(
-            f"{name} has {len(text)} characters; at most {limits.address_chars_max} are taken"
+            f"{name} has {len(text)} characters; at most {chars_max} are taken"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequestError(f"{name} is not Unicode text: it has half a character") from exc
 
 
 def require_count(name: str, value: int, *, least: int = 0, most: int = UINT64_MAX) -> None:

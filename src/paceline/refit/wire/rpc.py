@@ -11,6 +11,17 @@ from google.protobuf.message import DecodeError, Message
 from paceline.refit.errors import InvalidRequestError
 from paceline.refit.wire import paceline_refit_v1_pb2, refit_pb2
 
+__all__ = [
+    "CONTROL_RPCS",
+    "OWN_SERVICE",
+    "PUBLIC_SERVICE",
+    "RPCS",
+    "WORKER_SERVICE",
+    "Message",
+    "Rpc",
+    "rpc_named",
+]
+
 PUBLIC_SERVICE: Final = "model_express.refit.RefitService"
 WORKER_SERVICE: Final = "model_express.refit.RefitWorkerService"
 OWN_SERVICE: Final = "paceline.refit.v1.ControlService"
