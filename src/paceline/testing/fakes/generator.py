@@ -45,7 +45,7 @@ class FakeGenerator:
         self.held: list[Future[Generation]] = []
         self.requests: list[tuple[tuple[int, ...], Sampling]] = []
         self.before_write: Callable[[], None] = _nothing
-        """Runs inside the safe point, for faults."""
+        """Runs inside the safe point of an install, for faults."""
         self.after_write: Callable[[], None] = _nothing
 
     def live_tensors(self) -> Mapping[str, TensorBuffer]:
@@ -67,9 +67,11 @@ class FakeGenerator:
         if not self._pass.acquire(timeout=timeout_s):
             raise DeadlineExceededError(f"no safe point within {timeout_s:g} s")
         try:
-            self.before_write()
+            if installed is not None:
+                self.before_write()
             write()
-            self.after_write()
+            if installed is not None:
+                self.after_write()
             self._installed = installed
         except UncertainStateError:
             self._installed = None
