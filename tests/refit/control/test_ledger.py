@@ -307,9 +307,7 @@ class TestReaping:
 
     def test_a_reply_of_events_stays_small(self, store: MemoryStore) -> None:
         """A reader gets at least one event and never more than a reply's worth."""
-        ledger = ControlLedger(
-            store, nonce=counting(), limits=Limits(events_reply_chars_max=1000)
-        )
+        ledger = ControlLedger(store, nonce=counting(), limits=Limits(events_reply_chars_max=1000))
         for n in range(4):
             ledger.record_event(replace(EVENT, at_unix_ms=n, fields={"x": "y" * 400}))
         assert [event.index for event in ledger.list_events()] == [1, 2]
