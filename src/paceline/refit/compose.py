@@ -1,6 +1,7 @@
 """The composition root of refit: the only place that picks stores, clients and servers."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,14 +80,13 @@ def start_control_server(
         open_store(store, clock=clock or system.system_clock()),
         nonce=partial(system.new_nonce, UID_BYTES),
     )
-    try:
+    with ExitStack() as undo:
+        undo.callback(ledger.close)
         server = ControlServer(
             ledger, tokens=tokens, listen=listen, allow_plaintext=allow_plaintext
         )
         address = server.start()
-    except BaseException:
-        ledger.close()
-        raise
+        undo.pop_all()
 
     def stop(grace_s: float) -> None:
         server.stop(grace_s)

@@ -5,7 +5,7 @@ The claims are the rows of the public protocol's tables, and what Paceline's own
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -409,7 +409,7 @@ class ControlPlaneContract(ABC):
         """Each text of a shard is required."""
         version = plane.create_version(FULL)
         with pytest.raises(InvalidRequestError):
-            plane.create_shard(replace(shard_of(version.uid), **{field: " "}))
+            plane.create_shard(Shard(**{**asdict(shard_of(version.uid)), field: " "}))
 
     def test_the_last_slot_makes_the_version_ready(self, plane: ControlPlane) -> None:
         """READY comes with the shard that covers the last slot, not before and not after."""
