@@ -1,5 +1,6 @@
 """A provider in memory that keeps a bill and fails on command."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from paceline.rental.model import (
     OfferConstraints,
 )
 from paceline.rental.remote.protocol import Remote
+
+_log = logging.getLogger("paceline.testing.fakes")
 
 
 class Fault(StrEnum):
@@ -202,7 +205,10 @@ class FakeBackend:
         if fault is Fault.UNREACHABLE:
             raise BackendError(f"{self.name}: no answer")
         instance = self._find(h)
-        if instance is None or fault is Fault.IGNORED_TEARDOWN:
+        if instance is None:
+            _log.warning("%s machine %s is gone already", self.name, h.instance_id)
+            return
+        if fault is Fault.IGNORED_TEARDOWN:
             return
         if self.on_gone is not None:
             self.on_gone(h)
