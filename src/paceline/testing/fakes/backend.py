@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -93,13 +93,14 @@ class FakeBackend:
         with self._lock:
             return [instance for instance in self.instances if instance.ended_at_s is None]
 
-    def bill_usd(self) -> float:
-        """Return what all machines have cost so far."""
+    def bill_usd(self, *, without: Collection[str] = ()) -> float:
+        """Return what all machines have cost so far, those of the labels in ``without`` apart."""
         now_s = self.clock.time()
         with self._lock:
             return sum(
                 instance.dph * ((instance.ended_at_s or now_s) - instance.handle.created_at) / 3600
                 for instance in self.instances
+                if instance.handle.label not in without
             )
 
     def search_offers(self, c: OfferConstraints) -> list[Offer]:
