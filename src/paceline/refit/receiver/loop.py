@@ -124,6 +124,16 @@ class Receiver:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def worker_id(self) -> str:
+        """The name it is registered under."""
+        return self._config.worker_id
+
+    @property
+    def crash(self) -> str:
+        """Why it stopped by itself; empty while it works."""
+        return self._crash
+
     def register(self) -> None:
         """Tell the control service that this process lives.
 
