@@ -83,8 +83,8 @@ class RoleSpec:
     max_dph: float | None = None
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
-    boot_timeout_s: float = 1200.0
-    setup_timeout_s: float = 1800.0
+    boot_timeout_s: int = 1200
+    setup_timeout_s: int = 1800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

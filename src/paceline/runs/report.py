@@ -279,7 +279,8 @@ header p{color:var(--dim);margin:6px 0 20px}
 section,.tiles div{background:var(--card);border:1px solid var(--edge);border-radius:10px}
 section{padding:16px;margin:16px 0}.tiles{display:grid;gap:12px;
 grid-template-columns:repeat(auto-fit,minmax(140px,1fr))}.tiles div{padding:12px 14px}
-.tiles b{display:block;font-size:18px;white-space:nowrap}.tiles span{color:var(--dim);font-size:12px}
+.tiles b{display:block;font-size:16px;
+white-space:nowrap}.tiles span{color:var(--dim);font-size:12px}
 .tiles .bad b{color:var(--bad)}.badge{color:var(--bad)}.badge.succeeded{color:var(--ok)}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}
 .grid{stroke:var(--edge)}polyline{fill:none;stroke-width:2;stroke:var(--c)}

@@ -6,6 +6,7 @@ mistake never hides another. Everything here is bounded, the file comes from out
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pydantic import (
 )
 
 from paceline.core.errors import UsageError
+from paceline.rental.catalogue import parse_target
 from paceline.runs.model import (
     ArtifactSpec,
     Budget,
@@ -39,14 +41,13 @@ NODES_MAX = 10_000
 DEPTH_MAX = 20
 FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Backends that cost nothing; every other one needs a budget."""
-AMBIGUOUS_GPUS = {"a100": ("a100-40gb", "a100-80gb"), "v100": ("v100-16gb", "v100-32gb")}
 HARD_OVER_SOFT = 1.5
 PORT_MAX = 65535
 SHOWN_MAX = 60
 ROLLOUT_RESTARTS = 3
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-_GPU = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)-([1-9][0-9]{0,2})x")
+# Names become part of run ids and of machine labels, which providers limit.
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
 _DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -145,14 +146,7 @@ def _blank(value: str) -> str:
 
 
 def _gpu_token(value: str) -> str:
-    match = _GPU.fullmatch(value)
-    bare = match[1] if match else value
-    if bare in AMBIGUOUS_GPUS:
-        named = " or ".join(f"{gpu}-{match[2] if match else 1}x" for gpu in AMBIGUOUS_GPUS[bare])
-        raise ValueError(f"{value!r} comes with different memory; say {named}")
-    if match is None:
-        raise ValueError(f"expected <gpu>-<count>x such as h100-1x or cpu-1x, got {_shown(value)}")
-    return value
+    return str(parse_target(value))  # a UsageError is a ValueError
 
 
 def _around(info: ValidationInfo) -> Surroundings:
@@ -357,7 +351,7 @@ class _Checker:
     def _name(self, path: tuple[str, ...], value: str, what: str) -> None:
         if not _NAME.fullmatch(value):
             at = path or ("name",)
-            self._say(at, f"{what} must be 1 to 40 of a-z, 0-9 and -, got {_shown(value)}")
+            self._say(at, f"{what} must be 1 to 31 of a-z, 0-9 and inner -, got {_shown(value)}")
 
     def _say(self, path: tuple[str, ...], message: str) -> None:
         line = self._tree.line(path)
@@ -435,8 +429,8 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
         max_dph=role.max_dph,
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
-        boot_timeout_s=role.boot_timeout,
-        setup_timeout_s=role.setup_timeout,
+        boot_timeout_s=math.ceil(role.boot_timeout),
+        setup_timeout_s=math.ceil(role.setup_timeout),
     )
 
 
