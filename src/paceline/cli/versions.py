@@ -1,0 +1,159 @@
+"""``paceline versions``: look at published weight versions."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.model import WeightVersion
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TIMEOUT_S = 10.0
+DIGEST_CHARS = 12
+"""Enough of a root digest to compare by eye; --json has all of it."""
+
+
+@click.group()
+def versions() -> None:
+    """Published weight versions: which there are, who offers and who reads them."""
+
+
+def _connection(command: F) -> F:
+    """Add the options that say where the control service is and who asks."""
+    options = (
+        click.option("--control", "address", required=True, help="HOST:PORT of the service."),
+        click.option(
+            "--token-file",
+            type=click.Path(path_type=Path),
+            help="The service's own token file; its operator token is used.",
+        ),
+        click.option(
+            "--credentials",
+            type=click.Path(path_type=Path),
+            help="A role's credentials file; default: where PACELINE_CREDENTIALS points.",
+        ),
+        click.option("--insecure-plaintext", is_flag=True, help="Admit an address elsewhere."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@versions.command("ls")
+@click.option("--model", "model_name", required=True, help="Name of the model.")
+@click.option("--run", "run_id", help="Only versions of this run.")
+@_connection
+def list_versions(*, model_name: str, run_id: str | None, as_json: bool, **connection: Any) -> None:
+    """List versions of a model, oldest first."""
+    plane = _connect(**connection)
+    try:
+        found = plane.list_versions(model_name, run_id=run_id)
+    finally:
+        plane.close()
+    if as_json:
+        click.echo(json.dumps({"versions": [asdict(version) for version in found]}))
+    else:
+        _print_table(
+            ("version", "state", "payload", "base", "sequence", "step", "bytes", "root digest"),
+            [_row(version) for version in found],
+        )
+
+
+@versions.command()
+@click.argument("uid")
+@_connection
+def show(*, uid: str, as_json: bool, **connection: Any) -> None:
+    """Show one version with its shards and leases."""
+    plane = _connect(**connection)
+    try:
+        version = plane.get_version(uid)
+        shards = plane.list_shards(uid)
+        leases = plane.list_leases(uid)
+    finally:
+        plane.close()
+    if as_json:
+        parts = {"shards": [asdict(s) for s in shards], "leases": [asdict(le) for le in leases]}
+        click.echo(json.dumps({"version": asdict(version), **parts}))
+        return
+    _print_table(("field", "value"), _fields(version))
+    _print_table(
+        ("slot", "worker", "tensors", "bytes", "manifest"),
+        [
+            (
+                s.source_slot_id,
+                s.worker_id,
+                str(s.tensor_count),
+                str(s.total_bytes),
+                s.manifest_endpoint,
+            )
+            for s in shards
+        ],
+    )
+    _print_table(
+        ("lease", "reader", "expires (unix ms)"),
+        [(le.lease_id, le.worker_id, str(le.expires_at_unix_ms)) for le in leases],
+    )
+
+
+def _connect(
+    *,
+    address: str,
+    token_file: Path | None,
+    credentials: Path | None,
+    insecure_plaintext: bool,
+) -> ControlPlane:
+    from paceline.refit import compose
+
+    token = None if token_file else compose.load_credentials(credentials).control_token
+    return compose.connect_control(
+        address,
+        token=token,
+        token_file=token_file,
+        timeout_s=TIMEOUT_S,
+        allow_plaintext=insecure_plaintext,
+    )
+
+
+def _row(version: WeightVersion) -> Sequence[str]:
+    described = version.description
+    return (
+        version.uid,
+        version.state.value,
+        version.payload_format.value,
+        version.base_version_id or "-",
+        str(described.sequence) if described else "-",
+        str(described.step) if described else "-",
+        str(described.payload_bytes) if described else "-",
+        described.root_digest[:DIGEST_CHARS] if described else "-",
+    )
+
+
+def _fields(version: WeightVersion) -> Sequence[Sequence[str]]:
+    """Return every field that has a value, the description's included."""
+    fields = asdict(version)
+    fields.update(fields.pop("description") or {})
+    return [(name, _text(value)) for name, value in fields.items() if value not in (None, "", ())]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns)
+    for row in rows:
+        # Text, because names come from outside and must not be read as markup.
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

@@ -1,0 +1,399 @@
+"""The control plane itself, over any store: every call is one atomic step.
+
+Each call reads, decides by rules.py and lifecycle.py, and commits everything it changes at
+once, guarded by the revisions it read. Two replicas of the service may therefore share a store.
+Expiry goes by the store's clock alone.
+
+What keeps the rules true between concurrent calls: whatever adds to a version (a shard, a first
+lease) insists on the version's record as it was read, and whatever moves the version on writes
+that record. So nobody can slip into a version that has just become RELEASING, and the shard
+that completes a version is always noticed as such.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from paceline.refit.control import history, records, rules
+from paceline.refit.control.lookup import (
+    purge_leases,
+    put_state,
+    read_live_lease,
+    read_versions_head,
+    read_worker,
+    require_version,
+)
+from paceline.refit.control.reaper import Reaped, reap
+from paceline.refit.control.records import VersionRecord, VersionsHead
+from paceline.refit.control.rules import Limits
+from paceline.refit.control.transaction import Transaction, transact
+from paceline.refit.errors import (
+    AlreadyExistsError,
+    ExhaustedError,
+    PreconditionError,
+)
+from paceline.refit.model import (
+    Event,
+    InstalledReport,
+    Lease,
+    Shard,
+    VersionDescription,
+    VersionRequest,
+    VersionState,
+    WeightVersion,
+    WorkerRegistration,
+    WorkerRole,
+)
+from paceline.store.protocol import Store
+
+T = TypeVar("T")
+
+UID_TRIES_MAX = 5
+
+
+class ControlLedger:
+    """Signs ControlPlane over a store; safe to use from several threads."""
+
+    def __init__(
+        self, store: Store, *, nonce: Callable[[], str], limits: Limits | None = None
+    ) -> None:
+        """Take the store over.
+
+        Args:
+            store: closed by ``close``.
+            nonce: returns fresh text for the uids that the ledger names versions with.
+            limits: how much is kept.
+        """
+        self._store = store
+        self._nonce = nonce
+        self._limits = limits or Limits()
+        # Writers of one process would only make each other try again.
+        self._writing = threading.Lock()
+
+    def register_worker(
+        self, registration: WorkerRegistration, *, ttl_seconds: int
+    ) -> WorkerRegistration:
+        """Register or refresh a process until the store's clock plus ``ttl_seconds``."""
+        rules.require_text(
+            self._limits, worker_id=registration.worker_id, model_name=registration.model_name
+        )
+        rules.require_ttl(ttl_seconds)
+
+        def decide(tx: Transaction) -> WorkerRegistration:
+            rules.check_registration(
+                read_worker(tx, registration.worker_id), registration, now_ms=tx.now_ms
+            )
+            expires_at = tx.now_ms + ttl_seconds * 1000
+            registered = replace(registration, expires_at_unix_ms=expires_at)
+            tx.put(records.worker_key(registration.worker_id), records.encode(registered))
+            return registered
+
+        return self._write(decide)
+
+    def create_version(self, request: VersionRequest) -> WeightVersion:
+        """Create a version, or return what an equal request created, whatever became of it."""
+        request = rules.check_version_request(request, self._limits)
+        return self._write(lambda tx: self._create_version(tx, request))
+
+    def _create_version(self, tx: Transaction, request: VersionRequest) -> WeightVersion:
+        key = records.idempotency_key(request.model_name, request.idempotency_key)
+        made = tx.get(key)
+        # Before the base is looked at: a create whose reply was lost must find its version
+        # even if the base has been retired since.
+        if made is not None:
+            existing = require_version(tx, records.decode_text(made)).version
+            rules.check_same_request(existing, request)
+            return existing
+        if request.base_version_id is not None:
+            base = require_version(tx, request.base_version_id).version
+            rules.check_base(base, model_name=request.model_name)
+        head = read_versions_head(tx)
+        rules.check_room(head.kept, self._limits)
+        version = WeightVersion(
+            uid=self._free_uid(tx, request.uid),
+            model_name=request.model_name,
+            idempotency_key=request.idempotency_key,
+            payload_format=request.payload_format,
+            base_version_id=request.base_version_id,
+            expected_source_slots=request.expected_source_slots,
+            layout_signature="",
+            state=request.state,
+            created_at_unix_ms=tx.now_ms,
+            object_storage=request.object_storage,
+        )
+        record = VersionRecord(version=version, ordinal=head.created)
+        head = VersionsHead(created=head.created + 1, kept=head.kept + 1)
+        tx.put(records.VERSIONS_HEAD, records.encode(head))
+        tx.put(records.version_key(version.uid), records.encode(record))
+        tx.put(key, records.encode_text(version.uid))
+        return version
+
+    def _free_uid(self, tx: Transaction, wanted: str | None) -> str:
+        if wanted is not None:
+            if tx.get(records.version_key(wanted)) is not None:
+                raise AlreadyExistsError(
+                    f"uid {wanted!r} belongs to another version; ask for another uid, or for none"
+                )
+            return wanted
+        for _ in range(UID_TRIES_MAX):
+            uid = self._nonce()
+            if tx.get(records.version_key(uid)) is None:
+                return uid
+        raise ExhaustedError(f"{UID_TRIES_MAX} generated uids were all taken; try again")
+
+    def get_version(self, uid: str) -> WeightVersion:
+        """Return one version."""
+        rules.require_text(self._limits, uid=uid)
+        return require_version(self._read(), uid).version
+
+    def update_version_state(self, uid: str, state: VersionState) -> WeightVersion:
+        """Move a version; READY only if every expected slot is covered."""
+        rules.require_text(self._limits, uid=uid)
+
+        def decide(tx: Transaction) -> WeightVersion:
+            record = require_version(tx, uid)
+            missing = _missing_slots(record)
+            if state is VersionState.READY and missing:
+                raise PreconditionError(
+                    f"version {uid!r} still waits for {len(missing)} slots, {missing[0]!r} among "
+                    f"them; it becomes READY by itself with the last one"
+                )
+            return put_state(tx, record, state)
+
+        return self._write(decide)
+
+    def delete_version(self, uid: str) -> WeightVersion:
+        """Move a version to RELEASING."""
+        return self.update_version_state(uid, VersionState.RELEASING)
+
+    def create_shard(self, shard: Shard) -> WeightVersion:
+        """Advertise a shard; with the last missing slot the version is READY in the same step."""
+        rules.check_shard(shard, self._limits)
+        return self._write(lambda tx: self._create_shard(tx, shard))
+
+    def _create_shard(self, tx: Transaction, shard: Shard) -> WeightVersion:
+        record = require_version(tx, shard.version_id)
+        version = record.version
+        rules.check_worker(
+            read_worker(tx, shard.worker_id),
+            worker_id=shard.worker_id,
+            now_ms=tx.now_ms,
+            model_name=version.model_name,
+            role=WorkerRole.TRAINER,
+        )
+        rules.check_publishable(version, shard)
+        key = records.shard_key(version.uid, shard.source_slot_id, shard.worker_id)
+        published = tx.get(key)
+        if published is not None:
+            if records.decode_shard(published) != shard:
+                raise AlreadyExistsError(
+                    f"worker {shard.worker_id!r} published slot {shard.source_slot_id!r} of "
+                    f"version {version.uid!r} with other content; publish a new version"
+                )
+            return version
+        if record.num_shards >= self._limits.shards_max:
+            raise ExhaustedError(f"version {version.uid!r} has {record.num_shards} shards already")
+        covered = tuple(sorted({*record.covered_slots, shard.source_slot_id}))
+        if len(covered) == len(version.expected_source_slots):
+            version = replace(version, state=VersionState.READY)
+        record = replace(
+            record, version=version, covered_slots=covered, num_shards=record.num_shards + 1
+        )
+        tx.put(key, records.encode(shard))
+        tx.put(records.version_key(version.uid), records.encode(record))
+        return version
+
+    def list_shards(self, version_id: str) -> Sequence[Shard]:
+        """Return the shards by (slot, worker), less those of the dead that others replace."""
+        rules.require_text(self._limits, version_id=version_id)
+        tx = self._read()
+        require_version(tx, version_id)
+        shards = sorted(
+            (records.decode_shard(r.value) for r in tx.list(records.shards_prefix(version_id))),
+            key=lambda shard: (shard.source_slot_id, shard.worker_id),
+        )
+        workers = {shard.worker_id for shard in shards}
+        is_live = {w: rules.is_alive(read_worker(tx, w), tx.now_ms) for w in workers}
+        return rules.visible_shards(shards, is_live=is_live)
+
+    def delete_shard(self, *, version_id: str, source_slot_id: str, worker_id: str) -> bool:
+        """Evict a shard of a RELEASING version that nobody leases."""
+        rules.require_text(
+            self._limits,
+            version_id=version_id,
+            source_slot_id=source_slot_id,
+            worker_id=worker_id,
+        )
+        key = records.shard_key(version_id, source_slot_id, worker_id)
+
+        def decide(tx: Transaction) -> bool:
+            version = require_version(tx, version_id).version
+            if tx.get(key) is None:
+                raise rules.not_found("shard", f"{version_id}/{source_slot_id}/{worker_id}")
+            live, _ = purge_leases(tx, version_id)
+            rules.check_evictable(version, num_leases=len(live))
+            rules.check_worker(
+                read_worker(tx, worker_id),
+                worker_id=worker_id,
+                now_ms=tx.now_ms,
+                model_name=version.model_name,
+            )
+            tx.delete(key)
+            return True
+
+        return self._write(decide)
+
+    def acquire_lease(self, *, version_id: str, worker_id: str, ttl_seconds: int) -> Lease:
+        """Take or prolong a generator's hold."""
+        rules.require_text(self._limits, version_id=version_id, worker_id=worker_id)
+        rules.require_ttl(ttl_seconds)
+        lease_id = records.lease_id_of(version_id, worker_id)
+        key = records.lease_key(version_id, lease_id)
+
+        def decide(tx: Transaction) -> Lease:
+            version = require_version(tx, version_id).version
+            rules.check_worker(
+                read_worker(tx, worker_id),
+                worker_id=worker_id,
+                now_ms=tx.now_ms,
+                model_name=version.model_name,
+                role=WorkerRole.GENERATOR,
+            )
+            held = read_live_lease(tx, key)
+            if held is not None and held.worker_id != worker_id:
+                raise AlreadyExistsError(
+                    f"lease id {lease_id} of version {version_id!r} is held by worker "
+                    f"{held.worker_id!r}; register this process under another worker id"
+                )
+            rules.check_leasable(version, is_renewal=held is not None)
+            lease = Lease(
+                lease_id=lease_id,
+                version_id=version_id,
+                worker_id=worker_id,
+                expires_at_unix_ms=tx.now_ms + ttl_seconds * 1000,
+            )
+            tx.put(key, records.encode(lease))
+            return lease
+
+        return self._write(decide)
+
+    def release_lease(self, lease: Lease) -> bool:
+        """Give a hold back; False if it was gone already."""
+        rules.require_text(
+            self._limits,
+            version_id=lease.version_id,
+            lease_id=lease.lease_id,
+            worker_id=lease.worker_id,
+        )
+        key = records.lease_key(lease.version_id, lease.lease_id)
+
+        def decide(tx: Transaction) -> bool:
+            held = read_live_lease(tx, key)
+            if held is None:
+                return False
+            if held.worker_id != lease.worker_id:
+                raise PreconditionError(
+                    f"lease {lease.lease_id} belongs to worker {held.worker_id!r}, "
+                    f"not {lease.worker_id!r}"
+                )
+            tx.delete(key)
+            return True
+
+        return self._write(decide)
+
+    def list_versions(
+        self, model_name: str, *, run_id: str | None = None
+    ) -> Sequence[WeightVersion]:
+        """Return the versions of a model in the order of their creation."""
+        rules.require_text(self._limits, model_name=model_name)
+        found = [records.decode_version(r.value) for r in self._store.list(records.VERSIONS)]
+        return [
+            record.version
+            for record in sorted(found, key=lambda record: record.ordinal)
+            if record.version.model_name == model_name and _is_of_run(record.version, run_id)
+        ]
+
+    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
+        """Attach the description, once."""
+        rules.require_text(self._limits, uid=uid)
+        rules.check_description(description, self._limits)
+
+        def decide(tx: Transaction) -> WeightVersion:
+            record = require_version(tx, uid)
+            if record.version.description == description:
+                return record.version
+            if record.version.description is not None:
+                raise AlreadyExistsError(
+                    f"version {uid!r} is described already, differently; publish a new version"
+                )
+            version = replace(record.version, description=description)
+            tx.put(records.version_key(uid), records.encode(replace(record, version=version)))
+            return version
+
+        return self._write(decide)
+
+    def list_leases(self, version_id: str) -> Sequence[Lease]:
+        """Return the live leases of a version."""
+        rules.require_text(self._limits, version_id=version_id)
+        tx = self._read()
+        require_version(tx, version_id)
+        found = (records.decode_lease(r.value) for r in tx.list(records.leases_prefix(version_id)))
+        return [lease for lease in found if lease.expires_at_unix_ms > tx.now_ms]
+
+    def list_workers(self, model_name: str) -> Sequence[WorkerRegistration]:
+        """Return the living workers of a model."""
+        rules.require_text(self._limits, model_name=model_name)
+        now_ms = self._store.now_ms()
+        found = (records.decode_worker(r.value) for r in self._store.list(records.WORKERS))
+        return [w for w in found if w.model_name == model_name and rules.is_alive(w, now_ms)]
+
+    def report_installed(self, report: InstalledReport) -> None:
+        """Keep what a generator says it serves, in place of its report before."""
+        rules.check_report(report, self._limits)
+        self._write(lambda tx: history.put_report(tx, report))
+
+    def list_installed(
+        self, model_name: str, *, live_only: bool = True
+    ) -> Sequence[InstalledReport]:
+        """Return each generator's latest report."""
+        rules.require_text(self._limits, model_name=model_name)
+        return history.list_reports(self._read(), model_name, live_only=live_only)
+
+    def record_event(self, event: Event) -> None:
+        """Append an event; one that equals a kept one is that one, sent again."""
+        rules.check_event(event, self._limits)
+        event = history.canonical(event)
+        self._write(lambda tx: history.append_event(tx, event, limits=self._limits))
+
+    def list_events(self, *, after: int = 0, limit: int = 1000) -> Sequence[Event]:
+        """Return events in order, at most ``limit``, fewer where the reply would get large."""
+        rules.require_count("after", after)
+        rules.require_count("limit", limit, least=1, most=rules.UINT32_MAX)
+        return history.list_events(self._read(), after=after, limit=limit, limits=self._limits)
+
+    def reap(self) -> Reaped:
+        """Remove what nobody will come back for; call it every few seconds."""
+        return reap(self._store, self._write, self._limits)
+
+    def close(self) -> None:
+        """Close the store; idempotent."""
+        self._store.close()
+
+    def _read(self) -> Transaction:
+        """Return a transaction that is only read from and never committed."""
+        return Transaction(self._store)
+
+    def _write(self, decide: Callable[[Transaction], T]) -> T:
+        with self._writing:
+            return transact(self._store, decide)
+
+
+def _missing_slots(record: VersionRecord) -> Sequence[str]:
+    covered = set(record.covered_slots)
+    return [slot for slot in record.version.expected_source_slots if slot not in covered]
+
+
+def _is_of_run(version: WeightVersion, run_id: str | None) -> bool:
+    described = version.description
+    return run_id is None or (described is not None and described.run_id == run_id)

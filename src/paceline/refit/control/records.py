@@ -1,0 +1,249 @@
+"""How the control plane keeps its values in the store: keys and JSON codecs.
+
+One key per thing that is read, written and guarded alone. Parts of a key are percent-escaped,
+so that whatever a worker calls itself cannot reach another record. A record that does not
+decode raises DamagedRecordError: it is never skipped and never guessed at.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from paceline.refit.errors import ControlError
+from paceline.refit.model import (
+    Event,
+    InstalledReport,
+    Lease,
+    ObjectStorageSource,
+    ObjectStorageType,
+    Shard,
+    VersionDescription,
+    VersionState,
+    WeightPayloadFormat,
+    WeightVersion,
+    WorkerRegistration,
+    WorkerRole,
+)
+
+T = TypeVar("T")
+
+VERSIONS = "version/"
+WORKERS = "worker/"
+LEASES = "lease/"
+REPORTS = "installed/"
+
+VERSIONS_HEAD = "head/versions"
+EVENTS_HEAD = "head/events"
+
+EVENTS_PER_BLOCK = 100
+"""Events of one block share a key prefix, so that a reader lists no more than it asked for."""
+
+
+class DamagedRecordError(ControlError):
+    """A record in the store does not decode: the store was written by something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """A version and what the ledger has to know about it beside."""
+
+    version: WeightVersion
+    ordinal: int
+    """Position in the order of creation; never used twice."""
+    covered_slots: tuple[str, ...] = ()
+    """Sorted; a slot is never taken back."""
+    num_shards: int = 0
+    releasing_at_unix_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsHead:
+    """Counts over all versions; written by whatever creates or removes one."""
+
+    created: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsHead:
+    """Which events are kept: indices ``first`` to ``last``, both inclusive."""
+
+    first: int = 1
+    last: int = 0
+
+
+def version_key(uid: str) -> str:
+    """Return where a version's record is."""
+    return VERSIONS + _escape(uid)
+
+
+def idempotency_key(model_name: str, key: str) -> str:
+    """Return where the uid is that a model's idempotency key stands for."""
+    return f"idempotency/{_escape(model_name)}/{_escape(key)}"
+
+
+def shards_prefix(version_id: str) -> str:
+    """Return what the keys of a version's shards start with."""
+    return f"shard/{_escape(version_id)}/"
+
+
+def shard_key(version_id: str, slot: str, worker_id: str) -> str:
+    """Return where one worker's shard of one slot is."""
+    return f"{shards_prefix(version_id)}{_escape(slot)}/{_escape(worker_id)}"
+
+
+def leases_prefix(version_id: str) -> str:
+    """Return what the keys of a version's leases start with."""
+    return f"{LEASES}{_escape(version_id)}/"
+
+
+def lease_key(version_id: str, lease_id: str) -> str:
+    """Return where a lease is."""
+    return leases_prefix(version_id) + _escape(lease_id)
+
+
+def lease_id_of(version_id: str, worker_id: str) -> str:
+    """Return the id of this worker's only lease on this version, as the public protocol has it."""
+    return hashlib.sha256(f"{version_id}\0{worker_id}".encode()).hexdigest()[:8]
+
+
+def worker_key(worker_id: str) -> str:
+    """Return where a registration is."""
+    return WORKERS + _escape(worker_id)
+
+
+def reports_prefix(model_name: str) -> str:
+    """Return what the keys of a model's installed reports start with."""
+    return f"{REPORTS}{_escape(model_name)}/"
+
+
+def report_key(model_name: str, worker_id: str) -> str:
+    """Return where a generator's latest report is."""
+    return reports_prefix(model_name) + _escape(worker_id)
+
+
+def event_block(index: int) -> str:
+    """Return what the keys of all events near ``index`` start with."""
+    return f"event/{index // EVENTS_PER_BLOCK:014d}/"
+
+
+def event_key(index: int) -> str:
+    """Return where one event is; keys sort as indices do."""
+    return f"{event_block(index)}{index % EVENTS_PER_BLOCK:02d}"
+
+
+def event_twin_key(event: Event) -> str:
+    """Return where the index of an equal event is, if one is kept."""
+    body = encode_event(event, index=0)
+    return f"event-twin/{hashlib.sha256(body).hexdigest()}"
+
+
+def encode(value: object) -> bytes:
+    """Return the canonical JSON of one of this module's dataclasses or the model's."""
+    return _dump(asdict(value))  # type: ignore[call-overload]
+
+
+def encode_text(text: str) -> bytes:
+    """Return the record of a bare string."""
+    return _dump({"text": text})
+
+
+def encode_event(event: Event, *, index: int) -> bytes:
+    """Return an event's record at its position."""
+    return _dump({**asdict(event), "index": index})
+
+
+def decode_version(value: bytes) -> VersionRecord:
+    """Read what ``encode`` wrote of a VersionRecord."""
+
+    def build(fields: dict[str, Any]) -> VersionRecord:
+        version = fields.pop("version")
+        return VersionRecord(
+            version=_build_version(version),
+            covered_slots=tuple(fields.pop("covered_slots")),
+            **fields,
+        )
+
+    return _decode(value, build)
+
+
+def decode_shard(value: bytes) -> Shard:
+    """Read what ``encode`` wrote of a Shard."""
+    return _decode(value, lambda fields: Shard(**fields))
+
+
+def decode_lease(value: bytes) -> Lease:
+    """Read what ``encode`` wrote of a Lease."""
+    return _decode(value, lambda fields: Lease(**fields))
+
+
+def decode_worker(value: bytes) -> WorkerRegistration:
+    """Read what ``encode`` wrote of a WorkerRegistration."""
+    return _decode(
+        value, lambda fields: WorkerRegistration(role=WorkerRole(fields.pop("role")), **fields)
+    )
+
+
+def decode_report(value: bytes) -> InstalledReport:
+    """Read what ``encode`` wrote of an InstalledReport."""
+    return _decode(value, lambda fields: InstalledReport(**fields))
+
+
+def decode_event(value: bytes) -> Event:
+    """Read what ``encode_event`` wrote."""
+    return _decode(value, lambda fields: Event(**fields))
+
+
+def decode_text(value: bytes) -> str:
+    """Read what ``encode_text`` wrote."""
+    return _decode(value, lambda fields: str(fields["text"]))
+
+
+def decode_versions_head(value: bytes) -> VersionsHead:
+    """Read what ``encode`` wrote of a VersionsHead."""
+    return _decode(value, lambda fields: VersionsHead(**fields))
+
+
+def decode_events_head(value: bytes) -> EventsHead:
+    """Read what ``encode`` wrote of an EventsHead."""
+    return _decode(value, lambda fields: EventsHead(**fields))
+
+
+def _build_version(fields: dict[str, Any]) -> WeightVersion:
+    source = fields.pop("object_storage")
+    described = fields.pop("description")
+    return WeightVersion(
+        payload_format=WeightPayloadFormat(fields.pop("payload_format")),
+        expected_source_slots=tuple(fields.pop("expected_source_slots")),
+        state=VersionState(fields.pop("state")),
+        object_storage=None if source is None else _build_source(source),
+        description=None if described is None else VersionDescription(**described),
+        **fields,
+    )
+
+
+def _build_source(fields: Mapping[str, Any]) -> ObjectStorageSource:
+    return ObjectStorageSource(
+        uri=fields["uri"], storage_type=ObjectStorageType(fields["storage_type"])
+    )
+
+
+def _escape(part: str) -> str:
+    return quote(part, safe="")
+
+
+def _dump(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+
+
+def _decode(value: bytes, build: Callable[[dict[str, Any]], T]) -> T:
+    try:
+        return build(json.loads(value))
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise DamagedRecordError(
+            f"a record of {len(value)} bytes in the store cannot be read ({type(exc).__name__}); "
+            f"give the control service the store that it wrote, or an empty one"
+        ) from exc

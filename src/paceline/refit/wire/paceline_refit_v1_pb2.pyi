@@ -1,0 +1,189 @@
+from paceline.refit.wire import refit_pb2 as _refit_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VersionDescription(_message.Message):
+    __slots__ = ("run_id", "sequence", "step", "root_digest", "parent_root", "payload_bytes", "full_bytes", "changed_elements", "total_elements")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    sequence: int
+    step: int
+    root_digest: str
+    parent_root: str
+    payload_bytes: int
+    full_bytes: int
+    changed_elements: int
+    total_elements: int
+    def __init__(self, run_id: _Optional[str] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., root_digest: _Optional[str] = ..., parent_root: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., full_bytes: _Optional[int] = ..., changed_elements: _Optional[int] = ..., total_elements: _Optional[int] = ...) -> None: ...
+
+class VersionRecord(_message.Message):
+    __slots__ = ("version", "description")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    version: _refit_pb2.WeightVersion
+    description: VersionDescription
+    def __init__(self, version: _Optional[_Union[_refit_pb2.WeightVersion, _Mapping]] = ..., description: _Optional[_Union[VersionDescription, _Mapping]] = ...) -> None: ...
+
+class GetVersionRequest(_message.Message):
+    __slots__ = ("uid",)
+    UID_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    def __init__(self, uid: _Optional[str] = ...) -> None: ...
+
+class GetVersionResponse(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: VersionRecord
+    def __init__(self, record: _Optional[_Union[VersionRecord, _Mapping]] = ...) -> None: ...
+
+class ListVersionsRequest(_message.Message):
+    __slots__ = ("model_name", "run_id")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    run_id: str
+    def __init__(self, model_name: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class ListVersionsResponse(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[VersionRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[VersionRecord, _Mapping]]] = ...) -> None: ...
+
+class DescribeVersionRequest(_message.Message):
+    __slots__ = ("uid", "description")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    description: VersionDescription
+    def __init__(self, uid: _Optional[str] = ..., description: _Optional[_Union[VersionDescription, _Mapping]] = ...) -> None: ...
+
+class DescribeVersionResponse(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: VersionRecord
+    def __init__(self, record: _Optional[_Union[VersionRecord, _Mapping]] = ...) -> None: ...
+
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("version_id",)
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[_refit_pb2.VersionLease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[_refit_pb2.VersionLease, _Mapping]]] = ...) -> None: ...
+
+class ListWorkersRequest(_message.Message):
+    __slots__ = ("model_name",)
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    def __init__(self, model_name: _Optional[str] = ...) -> None: ...
+
+class ListWorkersResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_refit_pb2.WorkerRegistration]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_refit_pb2.WorkerRegistration, _Mapping]]] = ...) -> None: ...
+
+class InstalledReport(_message.Message):
+    __slots__ = ("worker_id", "model_name", "endpoint", "version_id", "sequence", "root_digest", "state", "installed_at_unix_ms", "fetched_bytes", "refit_ms", "pause_ms")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    model_name: str
+    endpoint: str
+    version_id: str
+    sequence: int
+    root_digest: str
+    state: str
+    installed_at_unix_ms: int
+    fetched_bytes: int
+    refit_ms: float
+    pause_ms: float
+    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., endpoint: _Optional[str] = ..., version_id: _Optional[str] = ..., sequence: _Optional[int] = ..., root_digest: _Optional[str] = ..., state: _Optional[str] = ..., installed_at_unix_ms: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., refit_ms: _Optional[float] = ..., pause_ms: _Optional[float] = ...) -> None: ...
+
+class ReportInstalledRequest(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: InstalledReport
+    def __init__(self, report: _Optional[_Union[InstalledReport, _Mapping]] = ...) -> None: ...
+
+class ReportInstalledResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListInstalledRequest(_message.Message):
+    __slots__ = ("model_name", "include_expired")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    include_expired: bool
+    def __init__(self, model_name: _Optional[str] = ..., include_expired: bool = ...) -> None: ...
+
+class ListInstalledResponse(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[InstalledReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[InstalledReport, _Mapping]]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("worker_id", "name", "at_unix_ms", "fields_json", "index")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_JSON_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    name: str
+    at_unix_ms: int
+    fields_json: str
+    index: int
+    def __init__(self, worker_id: _Optional[str] = ..., name: _Optional[str] = ..., at_unix_ms: _Optional[int] = ..., fields_json: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
+
+class RecordEventRequest(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: Event
+    def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
+
+class RecordEventResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEventsRequest(_message.Message):
+    __slots__ = ("after", "limit")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    limit: int
+    def __init__(self, after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListEventsResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
