@@ -46,7 +46,7 @@ def ended(view: SlotView, code: int, **more: object) -> SlotView:
     return replace(view, phase=Phase.EXITED, code=code, **more)  # type: ignore[arg-type]
 
 
-def test_nothing_to_do_while_all_run():
+def test_nothing_to_do_while_all_run() -> None:
     """A run that goes well is left alone."""
     assert decide(seen(TRAINER, ROLLOUT)) == ()
 
@@ -68,14 +68,14 @@ def test_nothing_to_do_while_all_run():
         ((replace(TASK, phase=Phase.DONE), ended(TASK, 0)), Outcome.SUCCEEDED, "all roles done"),
     ],
 )
-def test_what_ends_a_run(slots, outcome, says):
+def test_what_ends_a_run(slots: tuple[SlotView, ...], outcome: Outcome, says: str) -> None:
     """The trainer's end, a role that has used up its restarts, and the end of all tasks."""
     (finish,) = decide(seen(*slots))
     assert isinstance(finish, Finish)
     assert (finish.outcome, says in finish.reason) == (outcome, True)
 
 
-def test_a_rollout_that_died_is_started_again_on_its_machine():
+def test_a_rollout_that_died_is_started_again_on_its_machine() -> None:
     """A process that ended leaves its machine usable."""
     (action,) = decide(seen(TRAINER, ended(ROLLOUT, 137)))
     assert action == Postpone(
@@ -83,35 +83,33 @@ def test_a_rollout_that_died_is_started_again_on_its_machine():
     )
 
 
-def test_a_rollout_whose_machine_is_lost_gets_another():
+def test_a_rollout_whose_machine_is_lost_gets_another() -> None:
     """A machine that does not answer is replaced."""
     (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, restarts=1)))
     assert isinstance(action, Postpone)
     assert (action.replace, action.delay_s) == (True, 2.0)
 
 
-def test_a_postponed_start_waits_for_its_time():
+def test_a_postponed_start_waits_for_its_time() -> None:
     """Backoff is kept, and what was lost is replaced when the time has come."""
     waiting = replace(ROLLOUT, phase=Phase.WAITING, due_s=101.0, machine_lost=True)
     assert decide(seen(TRAINER, waiting)) == ()
-    assert decide(seen(TRAINER, waiting, now_s=101.0)) == (
-        Start(slot=ROLLOUT.slot, replace=True),
-    )
+    assert decide(seen(TRAINER, waiting, now_s=101.0)) == (Start(slot=ROLLOUT.slot, replace=True),)
 
 
-def test_a_rollout_that_ends_well_stays_ended():
+def test_a_rollout_that_ends_well_stays_ended() -> None:
     """on-failure means on failure."""
     assert decide(seen(TRAINER, ended(ROLLOUT, 0))) == (Retire(slot=ROLLOUT.slot),)
 
 
-def test_a_signal_comes_before_everything():
+def test_a_signal_comes_before_everything() -> None:
     """Whoever asks for an end gets one, with the status that says so."""
     (finish,) = decide(seen(ended(TRAINER, 3), signal="SIGTERM"))
     assert isinstance(finish, Finish)
     assert (finish.status, finish.reason) == (ExitStatus.INTERRUPTED, "stopped by SIGTERM")
 
 
-def test_the_hard_cap_ends_the_run():
+def test_the_hard_cap_ends_the_run() -> None:
     """Spending what was allowed is an end, with what to do about it."""
     (finish,) = decide(seen(TRAINER, spent_usd=2.0, hard_usd=2.0))
     assert isinstance(finish, Finish)
@@ -141,7 +139,7 @@ OBSERVATIONS = st.builds(
 
 
 @given(OBSERVATIONS)
-def test_rules_that_always_hold(observed):
+def test_rules_that_always_hold(observed: Observation) -> None:
     """A finish is alone; one action per slot; running slots are left alone; limits are kept."""
     actions = decide(observed)
     views = {view.slot: view for view in observed.slots}
@@ -167,7 +165,7 @@ def test_rules_that_always_hold(observed):
 
 
 @given(OBSERVATIONS)
-def test_no_slot_is_forgotten(observed):
+def test_no_slot_is_forgotten(observed: Observation) -> None:
     """Unless the run ends, whatever ended or was lost is acted on in the same look."""
     actions = decide(observed)
     if not any(isinstance(action, Finish) for action in actions):
@@ -177,6 +175,6 @@ def test_no_slot_is_forgotten(observed):
 
 
 @given(st.integers(0, 10_000))
-def test_delays_grow_up_to_a_limit(restarts):
+def test_delays_grow_up_to_a_limit(restarts: int) -> None:
     """Each wait is at least as long as the one before and never longer than the limit."""
     assert 0 < delay_s(restarts) <= delay_s(restarts + 1) <= DELAY_S_MAX

@@ -71,29 +71,31 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in argv[: argv.index("--")] if "--" in argv else "--json" in argv
     try:
         status = cli.main(args=list(argv), prog_name="paceline", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as exc:
-        click.echo(exc.ctx.get_help() if exc.ctx else exc.format_message(), err=True)
-        return ExitStatus.USAGE
-    except click.ClickException as exc:
-        help_hint = f"; see {exc.ctx.command_path} --help" if _has_context(exc) else ""
-        return _tell(exc.format_message().rstrip(".") + help_hint, ExitStatus.USAGE, as_json)
-    except PacelineError as exc:
-        return _tell(str(exc), exc.exit_status, as_json)
-    except (KeyboardInterrupt, click.Abort):
-        return _tell("stopped; nothing was left undone", ExitStatus.INTERRUPTED, as_json)
     except BrokenPipeError:
         # Whoever read our output has seen enough; a second error at exit would say so again.
         sys.stderr.close()
         return ExitStatus.OK
-    except Exception as exc:  # noqa: BLE001 - the last place that can say what to do about a bug
-        traceback.print_exc()
-        what = f"{type(exc).__name__}: {exc}; this is a bug in paceline, please report the above"
-        return _tell(what, ExitStatus.FAILED, as_json)
+    except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last place that can tell
+        message, kind = _explain(exc)
+        return _tell(message, kind, as_json)
     return int(status) if isinstance(status, int) else ExitStatus.OK
 
 
-def _has_context(exc: click.ClickException) -> bool:
-    return isinstance(exc, click.UsageError) and exc.ctx is not None
+def _explain(exc: BaseException) -> tuple[str, ExitStatus]:
+    """Return what to say about an error; a bug's traceback is printed."""
+    if isinstance(exc, PacelineError):
+        return str(exc), exc.exit_status
+    if isinstance(exc, click.exceptions.NoArgsIsHelpError):
+        return exc.format_message(), ExitStatus.USAGE
+    if isinstance(exc, click.ClickException):
+        context = exc.ctx if isinstance(exc, click.UsageError) else None
+        where = "paceline" if context is None else context.command_path
+        return f"{exc.format_message().rstrip('.')}; see {where} --help", ExitStatus.USAGE
+    if isinstance(exc, KeyboardInterrupt | click.Abort):
+        return "stopped", ExitStatus.INTERRUPTED
+    traceback.print_exception(exc)
+    what = f"{type(exc).__name__}: {exc}"
+    return f"{what}; this is a bug in paceline, please report the above", ExitStatus.FAILED
 
 
 def _tell(message: str, status: ExitStatus, as_json: bool) -> int:  # noqa: FBT001

@@ -20,7 +20,8 @@ from paceline.rental import (
     InstanceState,
     SshUnreachableError,
 )
-from paceline.rental.orchestrator import Machine, RentRequest
+from paceline.rental.orchestrator import RentRequest
+from paceline.rental.records import Machine
 from paceline.runs.bootstrap import Guest, bootstrap
 from paceline.runs.model import JobSpec, RoleSpec, Slot, slots_of
 
@@ -277,9 +278,7 @@ class Fleet:
         return Guest(run_id=self._parts.run_id, slot=slot)
 
 
-def rent_request(
-    role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Path
-) -> RentRequest:
+def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Path) -> RentRequest:
     """Return what one slot of a role asks the rental half for."""
     return RentRequest(
         run_id=run_id,

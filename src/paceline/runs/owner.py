@@ -24,6 +24,10 @@ class OwnerLock:
 
     def __enter__(self) -> Self:
         """Take it. Raises PreflightError when somebody drives this run already."""
+        self._fd = self._take()
+        return self
+
+    def _take(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -36,8 +40,7 @@ class OwnerLock:
             ) from exc
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
-        self._fd = fd
-        return self
+        return fd
         return self
 
     def __exit__(

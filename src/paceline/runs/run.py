@@ -321,7 +321,10 @@ class RunDriver:
         if gone is None:
             return finish
         return replace(
-            finish, outcome=Outcome.FAILED, status=gone.exit_status, reason=f"{finish.reason}; {gone}"
+            finish,
+            outcome=Outcome.FAILED,
+            status=gone.exit_status,
+            reason=f"{finish.reason}; {gone}",
         )
 
     def _attempt(self, step: Callable[[], None]) -> PacelineError | None:
