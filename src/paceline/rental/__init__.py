@@ -1,6 +1,10 @@
 """Rent machines from any provider through one interface. Re-exports only."""
 
-from paceline.rental.backends.protocol import BackendAdapter, SupportsListing
+from paceline.rental.backends.protocol import (
+    BackendAdapter,
+    SupportsListing,
+    SupportsListingLag,
+)
 from paceline.rental.backends.registry import (
     BACKEND_REGISTRY,
     backend_names,
@@ -10,6 +14,7 @@ from paceline.rental.backends.registry import (
 from paceline.rental.errors import (
     BackendError,
     CommandTimeoutError,
+    IllegalMoveError,
     InstanceNotFoundError,
     NoOffersError,
     NotProvenGoneError,
@@ -32,6 +37,7 @@ __all__ = [
     "BackendError",
     "CommandTimeoutError",
     "ExitCode",
+    "IllegalMoveError",
     "InstanceHandle",
     "InstanceNotFoundError",
     "InstanceState",
@@ -44,6 +50,7 @@ __all__ = [
     "RemoteCommandError",
     "SshUnreachableError",
     "SupportsListing",
+    "SupportsListingLag",
     "backend_names",
     "load_backend",
     "register_backend",

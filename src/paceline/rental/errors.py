@@ -46,6 +46,12 @@ class CommandTimeoutError(RemoteCommandError):
     """A command ran past its ``timeout_s``; its whole process group was ended."""
 
 
+class IllegalMoveError(BackendError):
+    """A machine is not in a state from which this can be done; read its record again."""
+
+    exit_status = ExitStatus.FAILED
+
+
 class NotProvenGoneError(BackendError):
     """A machine was told to go and has not been seen gone; it may still be billing."""
 

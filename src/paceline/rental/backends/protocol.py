@@ -124,3 +124,11 @@ class SupportsListing(Protocol):
     def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:
         """Return every machine of this account whose label starts with ``label_prefix``."""
         ...
+
+
+@runtime_checkable
+class SupportsListingLag(Protocol):
+    """A backend that knows how late its own listing may be."""
+
+    listing_lag_s: float
+    """After so many seconds from a create call, what is not listed was not created."""
