@@ -56,7 +56,13 @@ def installed(worker: str, sequence: int, **more: object) -> Event:
 
 
 def step(number: int, reward: float) -> Event:
-    fields = {"step": number, "reward": reward, "loss": 0.1, "staleness": 1, "step_s": 2.0}
+    fields: dict[str, object] = {
+        "step": number,
+        "reward": reward,
+        "loss": 0.1,
+        "staleness": 1,
+        "step_s": 2.0,
+    }
     return event("train.step", fields)
 
 
@@ -156,7 +162,19 @@ class Page(HTMLParser):
 
 
 NUMBERS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-KEYS = ["step", "reward", "sequence", "version_id", "root_digest", "payload_bytes", "full_bytes", "refit_ms", "total_elements", "changed_elements", "payload_format"]
+KEYS = [
+    "step",
+    "reward",
+    "sequence",
+    "version_id",
+    "root_digest",
+    "payload_bytes",
+    "full_bytes",
+    "refit_ms",
+    "total_elements",
+    "changed_elements",
+    "payload_format",
+]
 VALUES: st.SearchStrategy[object] = NUMBERS | st.lists(NUMBERS, max_size=2)
 HOSTILE = st.builds(
     event,

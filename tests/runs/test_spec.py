@@ -196,7 +196,28 @@ def test_durations(text: object, seconds: float) -> None:
 
 
 WORDS = st.sampled_from(
-    ["name", "roles", "budget", "refit", "artifacts", "trainer", "backend", "gpu", "run", "env", "count", "workdir", "pull", "soft_usd", "model", "local", "cpu-1x", "x", "kind", "listen"]
+    [
+        "name",
+        "roles",
+        "budget",
+        "refit",
+        "artifacts",
+        "trainer",
+        "backend",
+        "gpu",
+        "run",
+        "env",
+        "count",
+        "workdir",
+        "pull",
+        "soft_usd",
+        "model",
+        "local",
+        "cpu-1x",
+        "x",
+        "kind",
+        "listen",
+    ]
 )
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
 TREES = st.recursive(

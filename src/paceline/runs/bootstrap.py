@@ -168,6 +168,7 @@ sh "$base/kit/setup_command.sh" >> "$base/logs/@SLOT@.log" 2>&1
 """
 )
 
+# A signal to the group ends the role, not this script: it stays to report how the role ended.
 # With PACELINE_STREAM=1 the output goes both ways; tee outlives a TERM to the group, so that the
 # last lines of a role that is being stopped are not lost.
 _START = (
@@ -180,6 +181,7 @@ log="$base/logs/@SLOT@.log"
 pid="$base/state/@SLOT@.pid"
 ended="$base/state/@SLOT@.exit"
 rm -f "$ended"
+trap : TERM INT HUP
 echo $$ > "$pid" || exit 126
 if [ "${PACELINE_STREAM:-}" = 1 ]; then
     { sh "$base/kit/run.sh"; echo $? > "$ended"; } 2>&1 | (trap '' TERM INT; exec tee -a "$log")
@@ -195,6 +197,6 @@ exit "$(cat "$ended")"
 _STOP = (
     _BASE
     + """pid=$(cat "$base/state/@SLOT@.pid" 2>/dev/null) || exit 0
-kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true
+kill -s TERM -- "-$pid" 2>/dev/null || kill -s TERM "$pid" 2>/dev/null || true
 """
 )

@@ -114,13 +114,6 @@ class Fleet:
         self._inbox: Queue[Message] = Queue()
         self._renting: set[Slot] = set()
         self._lock = Lock()
-        self._num_active = 0
-
-    @property
-    def num_active(self) -> int:
-        """Count the calls that are still under way."""
-        with self._lock:
-            return self._num_active
 
     @property
     def renting(self) -> frozenset[Slot]:
@@ -161,9 +154,12 @@ class Fleet:
         """Ask the role's command to end; the call that started it then ends in Exited."""
         self._begin(slot, lambda: self._stopped(slot))
 
-    def pull(self, slot: Slot, out: Path, paths: Sequence[str]) -> None:
-        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Failed."""
-        self._begin(slot, lambda: self._pulled(slot, out, paths))
+    def pull(self, slot: Slot, out: Path, paths: Sequence[str]) -> Thread:
+        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Failed.
+
+        The thread returned is alive while it copies.
+        """
+        return self._begin(slot, lambda: self._pulled(slot, out, paths))
 
     def destroy(self, machine: Machine) -> None:
         """End one machine and see it gone; ends in Ready or Failed."""
@@ -175,12 +171,13 @@ class Fleet:
 
         self._begin(slot, work)
 
-    def _begin(self, slot: Slot, work: Callable[[], Message], *, rents: bool = False) -> None:
-        with self._lock:
-            self._num_active += 1
-            if rents:
+    def _begin(self, slot: Slot, work: Callable[[], Message], *, rents: bool = False) -> Thread:
+        if rents:
+            with self._lock:
                 self._renting.add(slot)
-        Thread(target=self._carry_out, args=(slot, work), name=str(slot), daemon=True).start()
+        thread = Thread(target=self._carry_out, args=(slot, work), name=str(slot), daemon=True)
+        thread.start()
+        return thread
 
     def _carry_out(self, slot: Slot, work: Callable[[], Message]) -> None:
         try:
@@ -189,8 +186,6 @@ class Fleet:
             message = Failed(slot=slot, error=exc)
         except BaseException as exc:  # noqa: BLE001 - handed to the driver, which raises it
             message = Broke(slot=slot, error=exc)
-        with self._lock:
-            self._num_active -= 1
         self._inbox.put(message)
 
     def _rented(self, slot: Slot) -> Message:

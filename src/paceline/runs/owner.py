@@ -41,7 +41,6 @@ class OwnerLock:
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
         return fd
-        return self
 
     def __exit__(
         self,

@@ -7,9 +7,11 @@ go all the same.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 from paceline.core.clock import Clock
@@ -118,6 +120,8 @@ class RunDriver:
         self._cost_usd = 0.0
         self._cost_due_s = 0.0
         self._pull_due_s: float | None = None
+        self._num_pulls = 0
+        self._pulls: list[Thread] = []
         self._is_control_down = False
 
     def execute(self) -> RunResult:
@@ -260,12 +264,23 @@ class RunDriver:
         if now_s >= self._cost_due_s:
             self._cost_due_s = now_s + COST_EVERY_S
             self._poll_cost()
+        self._poll_pulls(now_s)
+
+    def _poll_pulls(self, now_s: float) -> None:
+        """Begin a pull when one is due and none is under way, and drop the oldest."""
         every_s = self._parts.job.artifacts.every_s
-        if every_s is not None:
-            if self._pull_due_s is not None and now_s >= self._pull_due_s:
-                self._pull_all()
-            if self._pull_due_s is None or now_s >= self._pull_due_s:
-                self._pull_due_s = now_s + every_s
+        if every_s is None:
+            return
+        if self._pull_due_s is None:
+            self._pull_due_s = now_s + every_s
+        if now_s < self._pull_due_s or any(pull.is_alive() for pull in self._pulls):
+            return
+        self._pull_due_s = now_s + every_s
+        pulls = self._parts.out / "pulls"
+        self._num_pulls += 1
+        self._pulls = self._pull_to(pulls / f"{self._num_pulls:04d}")
+        for old in sorted(pulls.glob("[0-9]*"))[: -self._parts.job.artifacts.keep]:
+            shutil.rmtree(old, onerror=lambda _, path, why: self._note(f"{path}: {why[1]}"))
 
     def _poll_events(self) -> None:
         if self._parts.control is None:
@@ -357,13 +372,13 @@ class RunDriver:
         )
 
     def _pull_finally(self) -> None:
-        self._pull_all()
-        self._wait(lambda: self._parts.fleet.num_active == 0, PULL_S)
+        pulls = self._pull_to(self._parts.out)
+        if not self._wait(lambda: not any(pull.is_alive() for pull in pulls), PULL_S):
+            self._note(f"artifacts were not all pulled within {PULL_S:g} s")
 
-    def _pull_all(self) -> None:
+    def _pull_to(self, out: Path) -> list[Thread]:
         paths = self._parts.job.artifacts.pull
-        for slot in self._parts.fleet.machines:
-            self._parts.fleet.pull(slot, self._parts.out, paths)
+        return [self._parts.fleet.pull(slot, out, paths) for slot in self._parts.fleet.machines]
 
     def _destroy_all(self) -> None:
         """End every machine on record and see it gone, those too that are still coming up.

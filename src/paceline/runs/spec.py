@@ -117,6 +117,17 @@ def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     raise SpecError(source, problems)
 
 
+def job_of_command(
+    role: Mapping[str, object], *, budget_usd: float | None, backends: Collection[str]
+) -> JobSpec:
+    """Return the job of one machine and one command. Raises SpecError, as for a job file."""
+    job: dict[str, object] = {"name": "run", "roles": {"task": dict(role)}}
+    if budget_usd is not None:
+        job["budget"] = {"soft_usd": budget_usd, "hard_usd": budget_usd}
+    around = Surroundings(base=Path(), backends=backends, is_dir=_is_dir)
+    return parse_job(yaml.safe_dump(job).encode(), source="command line", around=around)
+
+
 def duration_s(value: object) -> object:
     """Turn ``10m`` or a number of seconds into seconds; anything else raises ValueError."""
     if isinstance(value, str) and (match := _DURATION.fullmatch(value)):

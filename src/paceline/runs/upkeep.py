@@ -4,17 +4,23 @@ A run whose driver lives is never touched. Strays, machines that bear our label 
 record of this computer, are shown and left alone: another computer may be driving them.
 """
 
+import os
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
+from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, SupportsListing
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
 from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.owner import owner_pid
+
+DOWN_TIMEOUT_S = 300.0
 
 
 class Keeping(Protocol):
@@ -150,3 +156,30 @@ def _stray(handle: InstanceHandle) -> LeftOver:
         state="stray",
         dph=0.0,
     )
+
+
+def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> None:
+    """End a run: ask its driver to, or do it when there is none. Returns when it is over.
+
+    Raises:
+        UsageError: no such run.
+        DeadlineExceededError: its driver did not end in time; asking again is safe.
+        NotProvenGoneError: a machine may still be billing.
+    """
+    keeping.ledger.get(run_id)
+    run_dir = keeping.run_dir(run_id)
+    pid = owner_pid(run_dir)
+    if pid is not None:
+        # The lock says that this process lives and is the one that took it.
+        os.kill(pid, signal.SIGTERM)
+        wait_until(
+            lambda: owner_pid(run_dir) is None,
+            what=f"run {run_id}: its driver, process {pid}, was asked to end it",
+            clock=clock,
+            timeout_s=DOWN_TIMEOUT_S,
+            interval_s=0.2,
+        )
+    keeping.rental.reconcile(run_id=run_id)
+    for machine in keeping.rental.machines(run_id):
+        keeping.rental.destroy(machine.label)
+    close_ended(keeping)
