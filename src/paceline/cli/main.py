@@ -1,0 +1,106 @@
+"""The command line: a table of verbs that are imported when used, and one place for errors.
+
+Nothing heavy is imported here: ``paceline --help`` reads the table alone.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from paceline import __version__
+from paceline.core.errors import ExitStatus, PacelineError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "up": ("paceline.cli.up:up", "Run a job file: rent, train, roll out, report, tear down."),
+    "run": ("paceline.cli.up:run", "Run one command on one rented machine."),
+    "ls": ("paceline.cli.runs:ls", "List machines that are on record and not proven gone."),
+    "status": ("paceline.cli.runs:status", "Show one run."),
+    "logs": ("paceline.cli.runs:logs", "Show the log of a role."),
+    "down": ("paceline.cli.runs:down", "End a run and all its machines."),
+    "gc": ("paceline.cli.runs:gc", "Find machines that nobody drives; with --yes end them."),
+    "cost": ("paceline.cli.runs:cost", "Show what a run has cost."),
+    "backends": ("paceline.cli.backends:backends", "Who rents machines."),
+    "control": ("paceline.cli.control:control", "Serve the control service on its own."),
+    "versions": ("paceline.cli.versions:versions", "Look at published weight versions."),
+    "serve": ("paceline.cli.serve:serve", "Serve a rollout engine that keeps its weights current."),
+    "completion": ("paceline.cli.completion:completion", "Print a shell's completion script."),
+}
+"""Name -> (module:attribute, the line that ``--help`` shows)."""
+
+
+class VerbGroup(click.Group):
+    """A group whose commands are imported when they are called, not when they are listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command; None when there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        found = getattr(import_module(module), attribute)
+        if not isinstance(found, click.Command):
+            raise TypeError(f"{module}:{attribute} is not a command")
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+
+
+@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="paceline")
+def cli() -> None:
+    """RL post-training on rented GPUs: rent anywhere, train here, roll out there."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process with its exit status."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command and return its exit status; what goes wrong is told on stderr."""
+    as_json = "--json" in argv[: argv.index("--")] if "--" in argv else "--json" in argv
+    try:
+        status = cli.main(args=list(argv), prog_name="paceline", standalone_mode=False)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; a second error at exit would say so again.
+        sys.stderr.close()
+        return ExitStatus.OK
+    except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last place that can tell
+        message, kind = _explain(exc)
+        return _tell(message, kind, as_json)
+    return int(status) if isinstance(status, int) else ExitStatus.OK
+
+
+def _explain(exc: BaseException) -> tuple[str, ExitStatus]:
+    """Return what to say about an error; a bug's traceback is printed."""
+    if isinstance(exc, PacelineError):
+        return str(exc), exc.exit_status
+    if isinstance(exc, click.exceptions.NoArgsIsHelpError):
+        return exc.format_message(), ExitStatus.USAGE
+    if isinstance(exc, click.ClickException):
+        context = exc.ctx if isinstance(exc, click.UsageError) else None
+        where = "paceline" if context is None else context.command_path
+        return f"{exc.format_message().rstrip('.')}; see {where} --help", ExitStatus.USAGE
+    if isinstance(exc, KeyboardInterrupt | click.Abort):
+        return "stopped", ExitStatus.INTERRUPTED
+    traceback.print_exception(exc)
+    what = f"{type(exc).__name__}: {exc}"
+    return f"{what}; this is a bug in paceline, please report the above", ExitStatus.FAILED
+
+
+def _tell(message: str, status: ExitStatus, as_json: bool) -> int:  # noqa: FBT001
+    if as_json:
+        error = {"error": {"message": message, "exit_status": int(status), "kind": status.name}}
+        click.echo(json.dumps(error))
+    click.echo(f"paceline: {message}", err=True)
+    return int(status)

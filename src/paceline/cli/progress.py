@@ -1,0 +1,120 @@
+"""How a run is shown while it lasts: a live table on a terminal, plain lines anywhere else."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.runs.charts import bytes_text
+from paceline.runs.plan import Phase, SlotView
+from paceline.runs.queries import RunView, TrainStep, WeightState
+from paceline.runs.run import Watcher
+
+ROWS = 12
+COLUMNS = ("step", "reward", "version", "staleness", "changed", "bytes", "refit ms per engine")
+
+
+def watcher_for(console: Console | None = None) -> "LiveWatcher | PlainWatcher":
+    """Return what suits stderr: progress never goes to stdout, which belongs to results."""
+    console = console or Console(stderr=True)
+    return LiveWatcher(console) if console.is_terminal else PlainWatcher()
+
+
+class PlainWatcher(Watcher):
+    """One line per step and per event."""
+
+    def __init__(self) -> None:
+        self._last_step = -1
+
+    def note(self, text: str) -> None:
+        """Print it."""
+        click.echo(text, err=True)
+
+    def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
+        """Print the steps that are new; the last one waits until its version has arrived."""
+        for step in view.steps:
+            if step.step > self._last_step and (state := state_of(view, step)) is not None:
+                self._last_step = step.step
+                cells = zip(COLUMNS, row_of(step, state), strict=True)
+                click.echo("  ".join(f"{name} {cell}" for name, cell in cells), err=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LiveWatcher(Watcher):
+    """A table of the latest steps, under the notes, drawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        """Print it above the table."""
+        self._live.console.print(Text(text, style="dim"))
+
+    def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
+        """Draw the present state."""
+        table = Table(box=None, pad_edge=False)
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name.startswith("refit") else "right")
+        for step in view.steps[-ROWS:]:
+            table.add_row(*row_of(step, state_of(view, step)))
+        self._live.update(Group(table, _slots_line(slots), _totals_line(view)))
+
+    def close(self) -> None:
+        """Leave the last picture on the screen and give the terminal back."""
+        self._live.stop()
+
+
+def state_of(view: RunView, step: TrainStep) -> WeightState | None:
+    """Return the weights that the step produced, None while they are not published."""
+    return next((state for state in view.states if state.version.step == step.step), None)
+
+
+def row_of(step: TrainStep, state: WeightState | None) -> tuple[str, ...]:
+    """Return the cells of one step, in the order of COLUMNS."""
+    reward = "-" if step.reward is None else f"{step.reward:.3f}"
+    staleness = "-" if step.staleness is None else f"{step.staleness:g}"
+    if state is None:
+        return (str(step.step), reward, "-", staleness, "-", "-", "-")
+    version = state.version
+    changed = version.changed_elements / version.total_elements if version.total_elements else 0.0
+    engines = ", ".join(f"{one.worker_id} {one.refit_ms:.0f}" for one in state.installs.values())
+    return (
+        str(step.step),
+        reward,
+        str(version.sequence),
+        staleness,
+        f"{changed:.2%}",
+        f"{bytes_text(version.payload_bytes)} of {bytes_text(version.full_bytes)}",
+        engines or "-",
+    )
+
+
+def _slots_line(slots: Sequence[SlotView]) -> Text:
+    line = Text()
+    for view in slots:
+        style = {Phase.RUNNING: "green", Phase.DONE: "dim"}.get(view.phase, "yellow")
+        again = f" ({view.restarts} restarts)" if view.restarts else ""
+        line.append(f"{view.slot} {view.phase.value}{again}   ", style=style)
+    return line
+
+
+def _totals_line(view: RunView) -> Text:
+    style = "bold red" if view.mismatches else "dim"
+    share = f" ({view.delta_bytes / view.full_bytes:.1%})" if view.full_bytes else ""
+    return Text(
+        f"{len(view.states)} versions, {view.mismatches} digest mismatches, deltas "
+        f"{bytes_text(view.delta_bytes)} of {bytes_text(view.full_bytes)}{share}",
+        style=style,
+    )
+
+
+def is_interactive() -> bool:
+    """Say whether somebody can answer a question."""
+    return sys.stdin.isatty() and sys.stderr.isatty()

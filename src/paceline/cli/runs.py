@@ -1,0 +1,202 @@
+"""The verbs that look at runs and end them: ls, status, logs, down, gc, cost."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from paceline.core.errors import ExitStatus, UsageError
+from paceline.rental import InstanceState, NotProvenGoneError, backend_names
+from paceline.rental.records import Machine
+from paceline.runs import compose
+from paceline.runs.bootstrap import Guest
+from paceline.runs.compose import Services
+from paceline.runs.ledger import RunRecord
+from paceline.runs.model import Slot
+from paceline.runs.owner import owner_pid
+from paceline.runs.upkeep import LeftOver, close_ended, end_left_overs, end_run, find_left_overs
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.command()
+@_json_option
+def ls(*, as_json: bool) -> None:
+    """List machines that are on record and not proven gone."""
+    with compose.open_services() as services:
+        rows = [_machine_json(machine) for machine in services.rental.machines()]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    _table(rows, ("run_id", "role", "index", "backend", "state", "dph", "label"), "no machines")
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@_json_option
+def status(*, run_id: str, as_json: bool) -> None:
+    """Show one run: how it stands, its machines, what its report says."""
+    with compose.open_services() as services:
+        record = services.ledger.get(run_id)
+        machines = [_machine_json(machine) for machine in services.rental.machines(run_id)]
+        found = _run_json(services, record) | {"machines": machines}
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for key, value in found.items():
+        if key not in {"machines", "summary"} and value is not None:
+            click.echo(f"{key:<12} {value}")
+    _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--role", help="Which role; may be left away when there is one.")
+@click.option("--index", default=0, show_default=True, help="Which of the role's machines.")
+@click.option("-f", "--follow", is_flag=True, help="Go on while the role runs.")
+def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
+    """Show the log of a role, from its machine or, after the run, from what was pulled."""
+    with compose.open_services() as services:
+        record = services.ledger.get(run_id)
+        machines = services.rental.machines(run_id)
+        names = sorted({m.role for m in machines} | _pulled_roles(record))
+        slot = Slot(role=role or _only(names, run_id), index=index)
+        machine = next((m for m in machines if (m.role, m.index) == (slot.role, index)), None)
+        if machine is not None and _is_running(services, machine):
+            return _stream_log(services, machine, Guest(run_id=run_id, slot=slot), follow=follow)
+    path = Path(record.out) / "logs" / f"{slot}.log"
+    if not path.is_file():
+        raise UsageError(f"no log of {slot} in {path.parent}; roles: {', '.join(names) or 'none'}")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            click.echo(line, nl=False)
+    return ExitStatus.OK
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+def down(*, run_id: str) -> None:
+    """End RUN and all its machines; returns when they have been seen gone."""
+    with compose.open_services() as services:
+        end_run(services, run_id, clock=services.clock)
+    click.echo(f"{run_id} is over and its machines are gone")
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="End what is found.")
+@_json_option
+def gc(*, yes: bool, as_json: bool) -> None:
+    """Find machines of runs that nobody drives; with --yes end them.
+
+    Machines with our label that are on no record of this computer are shown as strays and never
+    ended: another computer may be driving them.
+    """
+    with compose.open_services() as services:
+        found = find_left_overs(services, backend_names())
+        failures = end_left_overs(services, found.machines) if yes else []
+        if not found.machines:
+            close_ended(services)
+    rows = [_left_over_json(machine) for machine in found.machines]
+    if as_json:
+        ended = yes and not failures
+        click.echo(json.dumps({"machines": rows, "ended": ended, "problems": found.problems}))
+    else:
+        _table(rows, ("run_id", "backend", "state", "dph", "label"), "nothing is left behind")
+        for problem in found.problems:
+            click.echo(problem, err=True)
+        if rows and not yes:
+            click.echo("end them with: paceline gc --yes", err=True)
+    if failures:
+        raise NotProvenGoneError("; ".join(str(failure) for failure in failures))
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@_json_option
+def cost(*, run_id: str, as_json: bool) -> None:
+    """Show what RUN has cost so far, at most."""
+    with compose.open_services() as services:
+        services.ledger.get(run_id)
+        usd = services.rental.cost_usd(run_id)
+    click.echo(json.dumps({"run_id": run_id, "cost_usd": usd}) if as_json else f"{usd:.4f} USD")
+
+
+def _machine_json(machine: Machine) -> dict[str, object]:
+    return {
+        "run_id": machine.run_id,
+        "role": machine.role,
+        "index": machine.index,
+        "backend": machine.backend,
+        "instance_id": machine.instance.instance_id if machine.instance else None,
+        "state": machine.state.value,
+        "dph": machine.offer.dph,
+        "label": machine.label,
+        "since": machine.intended_at,
+    }
+
+
+def _left_over_json(machine: LeftOver) -> dict[str, object]:
+    return asdict(machine) | {"is_ours": machine.is_ours}
+
+
+def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
+    pid = owner_pid(services.run_dir(record.run_id))
+    state = record.outcome.value if record.outcome else ("running" if pid else "left behind")
+    summary = None
+    if record.report is not None and Path(record.report).is_file():
+        summary = json.loads(Path(record.report).read_text(encoding="utf-8"))
+    return {
+        "run_id": record.run_id,
+        "state": state,
+        "driver_pid": pid,
+        "reason": record.reason or None,
+        "out": record.out,
+        "report": record.report,
+        "cost_usd": services.rental.cost_usd(record.run_id),
+        "summary": summary,
+    }
+
+
+def _pulled_roles(record: RunRecord) -> set[str]:
+    found = (Path(record.out) / "logs").glob("*-*.log")
+    return {path.stem.rpartition("-")[0] for path in found}
+
+
+def _only(names: list[str], run_id: str) -> str:
+    if len(names) != 1:
+        raise UsageError(
+            f"run {run_id} has the roles {', '.join(names) or 'none'}; name one: --role"
+        )
+    return names[0]
+
+
+def _is_running(services: Services, machine: Machine) -> bool:
+    if machine.instance is None:
+        return False
+    state = services.backend_of(machine.backend).status(machine.instance).state
+    return state == InstanceState.RUNNING
+
+
+def _stream_log(services: Services, machine: Machine, guest: Guest, *, follow: bool) -> int:
+    log = guest.path("logs", f"{guest.slot}.log")
+    command = f"exec tail -n +1 {'-F' if follow else ''} {log}"
+    backend = services.backend_of(machine.backend)
+    backend.run_remote(machine.handle, command, stream=True)
+    return ExitStatus.OK
+
+
+def _table(rows: list[dict[str, object]], columns: tuple[str, ...], nothing: str) -> None:
+    if not rows:
+        click.echo(nothing)
+        return
+    cells = [[_cell(row, column) for column in columns] for row in rows]
+    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(columns)]
+    for line in (list(columns), *cells):
+        click.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)))
+
+
+def _cell(row: Mapping[str, object], column: str) -> str:
+    value = row[column]
+    return "-" if value is None else str(value)

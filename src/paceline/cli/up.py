@@ -1,0 +1,167 @@
+"""``paceline up`` and ``paceline run``: one run, from a job file or from one command."""
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.progress import is_interactive, watcher_for
+from paceline.core.errors import ExitStatus, UsageError
+from paceline.rental import backend_names
+from paceline.runs import compose
+from paceline.runs.compose import Order, Services
+from paceline.runs.model import JobSpec
+from paceline.runs.offers import PlanRow, plan_rows, total_dph
+from paceline.runs.run import RunResult
+from paceline.runs.spec import job_of_command
+from paceline.runs.upkeep import end_left_overs, find_left_overs
+
+NOTE_WIDTH_MAX = 120
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option("--yes", is_flag=True, help="Rent without a question.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
+@click.option("--run-id", help="Name of this run; otherwise one is made.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for logs and the report.")
+@click.option("--verbose", is_flag=True, help="Tell also what Paceline's own parts log.")
+def up(  # noqa: PLR0913 - one parameter per option
+    *,
+    job: Path,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+    run_id: str | None,
+    out: Path | None,
+    verbose: bool,
+) -> int:
+    """Run the job file JOB to its end: rent, set up, train, roll out, report, tear down."""
+    if verbose:
+        _show_logs()
+    spec = compose.read_job(job)
+    with compose.open_services() as services:
+        if not dry_run:
+            _clean_up(services, spec)
+        rows = plan_rows(services, spec)
+        if dry_run:
+            _show_plan(rows, as_json=as_json)
+            return ExitStatus.OK
+        _show_plan(rows, as_json=False)
+        _agree(rows, yes=yes)
+        return _execute(services, spec, run_id=run_id, out=out, as_json=as_json, stream=False)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--backend", "backends", multiple=True, required=True, help="Where; may be repeated.")
+@click.option("--gpu", required=True, help="What, such as h100-1x or cpu-1x.")
+@click.option("--workdir", type=click.Path(path_type=Path), help="Directory to copy there.")
+@click.option("--setup", help="Command to run before.")
+@click.option("--budget-usd", type=float, help="Hard cap; needed where machines cost money.")
+@click.option("--yes", is_flag=True, help="Rent without a question.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
+@click.option("--run-id", help="Name of this run; otherwise one is made.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for logs and the report.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(  # noqa: PLR0913 - one parameter per option
+    *,
+    backends: tuple[str, ...],
+    gpu: str,
+    workdir: Path | None,
+    setup: str | None,
+    budget_usd: float | None,
+    yes: bool,
+    as_json: bool,
+    run_id: str | None,
+    out: Path | None,
+    command: tuple[str, ...],
+) -> int:
+    """Rent one machine, run COMMAND there, bring back what it leaves in out/, tear down."""
+    role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": shlex.join(command)}
+    role |= {"workdir": str(workdir.resolve())} if workdir else {}
+    role |= {"setup": setup} if setup else {}
+    spec = job_of_command(role, budget_usd=budget_usd, backends=backend_names())
+    with compose.open_services() as services:
+        _clean_up(services, spec)
+        _agree(plan_rows(services, spec), yes=yes)
+        return _execute(services, spec, run_id=run_id, out=out, as_json=as_json, stream=not as_json)
+
+
+def _execute(
+    services: Services,
+    spec: JobSpec,
+    *,
+    run_id: str | None,
+    out: Path | None,
+    as_json: bool,
+    stream: bool,
+) -> int:
+    run_id = run_id or compose.new_run_id(spec.name)
+    order = Order(job=spec, run_id=run_id, out=out or compose.default_out(run_id), stream=stream)
+    watcher = watcher_for(Console(stderr=True, force_terminal=False if stream else None))
+    watcher.note(f"run {run_id}")
+    try:
+        result = compose.execute(services, order, watcher=watcher)
+    finally:
+        watcher.close()
+    _show_result(result, as_json=as_json, is_short=stream)
+    return result.status
+
+
+def _clean_up(services: Services, spec: JobSpec) -> None:
+    """End what runs left behind whose driver is gone, before anything new is rented."""
+    names = dict.fromkeys(name for role in spec.roles for name in role.backends)
+    found = find_left_overs(services, names)
+    ours = [machine for machine in found.machines if machine.is_ours]
+    for machine in ours:
+        click.echo(f"ending {machine.label}, left by a run that nobody drives", err=True)
+    for failure in end_left_overs(services, ours):
+        click.echo(f"{failure}", err=True)
+
+
+def _agree(rows: list[PlanRow], *, yes: bool) -> None:
+    """Ask before money is spent; what costs nothing is not asked about."""
+    dph = total_dph(rows)
+    if yes or dph == 0:
+        return
+    if not is_interactive():
+        raise UsageError(f"this costs {dph:.2f} USD an hour and nobody can be asked; add --yes")
+    click.confirm(f"Rent for {dph:.2f} USD an hour?", abort=True, err=True)
+
+
+def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
+    if as_json:
+        plan = [row.as_json() for row in rows]
+        click.echo(json.dumps({"plan": plan, "dph": total_dph(rows)}))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("role", "machines", "backend", "offer", "gpu"):
+        table.add_column(name)
+    table.add_column("$/h", justify="right")
+    for row in rows:
+        dph = f"{row.dph * row.count:.2f}"
+        table.add_row(row.role, str(row.count), row.backend, row.offer_id, row.gpu, dph)
+    table.add_row("total", "", "", "", "", f"{total_dph(rows):.2f}")
+    Console(stderr=True, width=NOTE_WIDTH_MAX).print(table)
+
+
+def _show_result(result: RunResult, *, as_json: bool, is_short: bool) -> None:
+    if result.status is not ExitStatus.OK:
+        click.echo(f"paceline: {result.message}", err=True)
+    if as_json:
+        error = {} if result.status is ExitStatus.OK else {"error": result.message}
+        click.echo(json.dumps({**result.summary, "exit_status": int(result.status), **error}))
+        return
+    found = result.summary
+    where = f"report {found['html']}"
+    click.echo(f"{found['outcome']} after {found['wall_s']} s; {where}", err=is_short)
+
+
+def _show_logs() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

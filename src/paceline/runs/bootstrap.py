@@ -1,0 +1,202 @@
+"""What is put on a fresh machine, and where: the guest's layout, its scripts, its credentials.
+
+Everything lives under one directory named after the run, relative to where the remote's commands
+start, so that any backend can hold it:
+
+    <run>/work     the role's working directory      <run>/kit      scripts written here
+    <run>/logs     one log per slot                  <run>/secrets  credentials, 0600
+    <run>/out      what the role leaves behind       <run>/state    pid and exit status
+
+Tokens travel inside a file that is copied, never in a command line or an environment variable.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from paceline.rental import BackendAdapter, InstanceHandle, RemoteCommandError
+from paceline.runs.model import JobSpec, RoleSpec, Slot
+
+EXCLUDES = (
+    ".git/",
+    ".venv/",
+    "__pycache__/",
+    "*.pyc",
+    "*.egg-info/",
+    ".mypy_cache/",
+    ".ruff_cache/",
+    ".pytest_cache/",
+    ".hypothesis/",
+    "/runs/",
+)
+"""Never worth copying to a machine; a role's own ``exclude`` comes on top."""
+SETUP_LOG = "setup"
+PREPARE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """Where things are on one slot's machine, as paths relative to the remote's own start."""
+
+    run_id: str
+    slot: Slot
+
+    def path(self, *parts: str) -> str:
+        """Return a path below the run's directory."""
+        return "/".join((self.run_id, *parts))
+
+    @property
+    def start(self) -> str:
+        """The command that runs the role until it ends, with its own exit status."""
+        return f"exec sh {self.path('kit', 'start.sh')}"
+
+    @property
+    def stop(self) -> str:
+        """The command that asks a running role to end; fine when nothing runs."""
+        return f"sh {self.path('kit', 'stop.sh')}"
+
+
+def role_env(
+    job: JobSpec, role: RoleSpec, slot: Slot, *, run_id: str, control: str | None
+) -> dict[str, str]:
+    """Return the variables that a role is started with; paths on the machine are set there."""
+    ours = {
+        "PACELINE_RUN_ID": run_id,
+        "PACELINE_ROLE": slot.role,
+        "PACELINE_INDEX": str(slot.index),
+        "PACELINE_HOST": "127.0.0.1",
+    }
+    if control is not None:
+        ours["PACELINE_CONTROL"] = control
+    if job.refit is not None:
+        ours |= {
+            "PACELINE_MODEL": job.refit.model,
+            "PACELINE_PAYLOAD": job.refit.payload,
+            "PACELINE_STAGING": job.refit.staging,
+            "PACELINE_TRANSPORTS": ",".join(job.refit.transports),
+            "PACELINE_MAX_STALENESS": str(job.refit.max_staleness),
+        }
+        if job.refit.anchor_every is not None:
+            ours["PACELINE_ANCHOR_EVERY"] = str(job.refit.anchor_every)
+    return {**role.env, **ours}
+
+
+def bootstrap(
+    backend: BackendAdapter,
+    handle: InstanceHandle,
+    *,
+    guest: Guest,
+    role: RoleSpec,
+    env: Mapping[str, str],
+    credentials: Mapping[str, str],
+) -> None:
+    """Put everything on the machine and run the role's setup command. Safe to repeat.
+
+    Raises:
+        RemoteCommandError: setup failed; its output is in the machine's ``logs``.
+        BackendError: the machine does not answer, or a copy failed.
+    """
+    if role.workdir is not None:
+        excludes = (*EXCLUDES, *role.exclude)
+        backend.sync_to(handle, role.workdir, guest.path("work"), excludes=excludes)
+    with TemporaryDirectory(prefix="paceline-kit-") as scratch:
+        kit = Path(scratch)
+        write_kit(kit, guest=guest, role=role, credentials=credentials)
+        backend.sync_to(handle, kit, guest.run_id)
+    _must(backend, handle, f"sh {guest.path('kit', 'prepare.sh')}", {}, PREPARE_TIMEOUT_S)
+    if role.setup is not None:
+        setup = f"exec sh {guest.path('kit', 'setup.sh')}"
+        _must(backend, handle, setup, env, role.setup_timeout_s)
+
+
+def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, credentials: Mapping[str, str]) -> None:
+    """Write what is copied to the machine below ``kit``; credentials are readable by us alone."""
+    scripts = {
+        "prepare.sh": _PREPARE,
+        "start.sh": _START.replace("@SLOT@", str(guest.slot)),
+        "stop.sh": _STOP.replace("@SLOT@", str(guest.slot)),
+        "run.sh": role.run + "\n",
+        "setup.sh": _SETUP.replace("@SLOT@", str(guest.slot)),
+        "setup_command.sh": (role.setup or ":") + "\n",
+    }
+    (kit / "kit").mkdir()
+    for name, text in scripts.items():
+        (kit / "kit" / name).write_text(text, encoding="utf-8")
+    (kit / "secrets").mkdir(mode=0o700)
+    write_secret(kit / "secrets" / "credentials.json", json.dumps(dict(credentials)))
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that is never readable by anybody else, not even for a moment."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _must(
+    backend: BackendAdapter,
+    handle: InstanceHandle,
+    command: str,
+    env: Mapping[str, str],
+    timeout_s: int,
+) -> None:
+    ended = backend.run_remote(handle, command, env=env, stream=False, timeout_s=timeout_s)
+    if ended.code != 0:
+        raise RemoteCommandError(f"setup on {handle.label} exited with status {ended.code}")
+
+
+_BASE = """#!/bin/sh
+# Written by paceline; one run's directory is this script's grandparent.
+set -u
+base=$(cd "$(dirname "$0")/.." && pwd) || exit 126
+"""
+
+_PREPARE = (
+    _BASE
+    + """chmod 700 "$base/secrets" && chmod 600 "$base/secrets/credentials.json" &&
+mkdir -p "$base/work" "$base/logs" "$base/out" "$base/state"
+"""
+)
+
+_SETUP = (
+    _BASE
+    + """cd "$base/work" || exit 126
+sh "$base/kit/setup_command.sh" >> "$base/logs/@SLOT@.log" 2>&1
+"""
+)
+
+# A signal to the group ends the role, not this script: it stays to report how the role ended.
+# With PACELINE_STREAM=1 the output goes both ways; tee outlives a TERM to the group, so that the
+# last lines of a role that is being stopped are not lost.
+_START = (
+    _BASE
+    + """PACELINE_CREDENTIALS="$base/secrets/credentials.json"
+PACELINE_OUT="$base/out"
+export PACELINE_CREDENTIALS PACELINE_OUT
+cd "$base/work" || exit 126
+log="$base/logs/@SLOT@.log"
+pid="$base/state/@SLOT@.pid"
+ended="$base/state/@SLOT@.exit"
+rm -f "$ended"
+trap : TERM INT HUP
+echo $$ > "$pid" || exit 126
+if [ "${PACELINE_STREAM:-}" = 1 ]; then
+    { sh "$base/kit/run.sh"; echo $? > "$ended"; } 2>&1 | (trap '' TERM INT; exec tee -a "$log")
+else
+    sh "$base/kit/run.sh" >> "$log" 2>&1
+    echo $? > "$ended"
+fi
+rm -f "$pid"
+exit "$(cat "$ended")"
+"""
+)
+
+_STOP = (
+    _BASE
+    + """pid=$(cat "$base/state/@SLOT@.pid" 2>/dev/null) || exit 0
+kill -s TERM -- "-$pid" 2>/dev/null || kill -s TERM "$pid" 2>/dev/null || true
+"""
+)

@@ -1,0 +1,271 @@
+"""The composition root of a run: picks store, clock, control service and backends, by name."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+from paceline import system
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError, PreflightError
+from paceline.refit import compose as refit_compose
+from paceline.refit.control.protocol import ControlPlane
+from paceline.rental import BackendAdapter, backend_names, load_backend
+from paceline.rental.orchestrator import Orchestrator
+from paceline.runs.bootstrap import role_env
+from paceline.runs.fleet import Fleet, FleetParts
+from paceline.runs.journal import Journal
+from paceline.runs.ledger import RunLedger, RunRecord
+from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
+from paceline.runs.owner import OwnerLock
+from paceline.runs.run import RunDriver, RunParts, RunResult, Watcher
+from paceline.runs.spec import load_job
+from paceline.store.protocol import Store
+from paceline.store.sqlite import SqliteStore
+
+CONTROL_TIMEOUT_S = 5.0
+TOKEN_ROLES = {
+    RoleKind.TRAINER: "trainer",
+    RoleKind.ROLLOUT: "generator",
+    RoleKind.TASK: "reader",
+}
+"""Kind of role -> whose token its machines get: never more rights than they need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every verb works with; give it back with ``close``."""
+
+    clock: Clock
+    state_dir: Path
+    store: Store
+    ledger: RunLedger
+    rental: Orchestrator
+    backend: Callable[[str], BackendAdapter]
+
+    def backend_of(self, name: str) -> BackendAdapter:
+        """Return a backend by name, one object per process."""
+        return self.backend(name)
+
+    @property
+    def ssh_pubkey_path(self) -> Path:
+        """Where the operator's public key for rented machines is."""
+        return self.state_dir / "ssh" / "id_ed25519.pub"
+
+    def run_dir(self, run_id: str) -> Path:
+        """Return where a run keeps its lock, its secrets and its control service's records."""
+        return self.state_dir / "runs" / run_id
+
+
+def _no_notice(name: str, fields: Mapping[str, object]) -> None:
+    """Take no notice."""
+
+
+@contextmanager
+def open_services(
+    notify: Callable[[str, dict[str, object]], None] = _no_notice,
+) -> Iterator[Services]:
+    """Open the operator's state. Raises PreflightError when it cannot be used."""
+    state_dir = system.state_dir()
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot use state directory {state_dir}: {exc.strerror}; "
+            "name another one with PACELINE_STATE_DIR"
+        ) from exc
+    clock = system.system_clock()
+    store = SqliteStore(state_dir / "paceline.sqlite", clock=clock)
+    backend = cache(lambda name: load_backend(name)())
+    try:
+        rental = Orchestrator(
+            store=store, backend=backend, clock=clock, nonce=system.new_nonce, notify=notify
+        )
+        yield Services(
+            clock=clock,
+            state_dir=state_dir,
+            store=store,
+            ledger=RunLedger(store),
+            rental=rental,
+            backend=backend,
+        )
+    finally:
+        store.close()
+
+
+def read_job(path: Path) -> JobSpec:
+    """Read and check a job file against the backends that there are."""
+    return load_job(path, backends=backend_names())
+
+
+def new_run_id(name: str) -> str:
+    """Return an id that no run has."""
+    return f"{name}-{system.new_nonce()}"
+
+
+def default_out(run_id: str) -> Path:
+    """Return where a run's logs, artifacts and report go when nothing else is said."""
+    return Path("runs") / run_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One run that is to be made."""
+
+    job: JobSpec
+    run_id: str
+    out: Path
+    stream: bool = False
+
+
+def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
+    """Run a job from record to report.
+
+    Raises UsageError, PreflightError when nothing was started; what happens later is in the
+    result, and on record.
+    """
+    run_dir = services.run_dir(order.run_id)
+    out = _made(order.out).resolve()
+    with OwnerLock(run_dir):
+        record = RunRecord(
+            run_id=order.run_id,
+            name=order.job.name,
+            created_at_ms=services.ledger.now_ms(),
+            pid=os.getpid(),
+            out=str(out),
+        )
+        services.ledger.create(record)
+        try:
+            with _control_for(order.job, run_dir) as control:
+                result = _drive(services, order, out=out, control=control, watcher=watcher)
+        except PacelineError as exc:
+            services.ledger.abandon(record, reason=str(exc))
+            raise
+        services.ledger.finish(
+            replace(
+                record,
+                outcome=result.outcome,
+                reason=result.message.partition("\n")[0],
+                wall_s=_float(result.summary["wall_s"]),
+                cost_usd=_float(result.summary["cost_usd"]),
+                report=str(out / "report.json"),
+            )
+        )
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Control:
+    address: str | None
+    plane: ControlPlane | None
+    tokens: Mapping[str, str]
+
+
+@contextmanager
+def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
+    """Serve this run's control service while entered; a job without refit has none."""
+    if job.refit is None:
+        yield _Control(address=None, plane=None, tokens={})
+        return
+    token_file = run_dir / "tokens.json"
+    tokens = refit_compose.create_token_file(token_file)
+    data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
+    service = refit_compose.start_control_server(
+        token_file=token_file, store=f"sqlite:{run_dir / 'control.sqlite'}", listen=job.refit.listen
+    )
+    try:
+        plane = refit_compose.connect_control(
+            service.address, token_file=token_file, timeout_s=CONTROL_TIMEOUT_S
+        )
+        try:
+            yield _Control(
+                address=service.address, plane=plane, tokens={**tokens, "data": data_token}
+            )
+        finally:
+            plane.close()
+    finally:
+        service.stop()
+        token_file.unlink(missing_ok=True)
+
+
+def _drive(
+    services: Services, order: Order, *, out: Path, control: _Control, watcher: Watcher
+) -> RunResult:
+    job, run_id = order.job, order.run_id
+    roles = slots_of(job)
+
+    def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
+        return role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
+
+    def credentials_of(role: RoleSpec) -> Mapping[str, str]:
+        if not control.tokens:
+            return {}
+        name = TOKEN_ROLES[role.kind]
+        return {
+            "role": name,
+            "control_token": control.tokens[name],
+            "data_token": control.tokens["data"],
+        }
+
+    def redact(text: str) -> str:
+        for token in control.tokens.values():
+            text = text.replace(token, "[token]")
+        return text
+
+    journal = Journal(out / "events.jsonl", clock=services.clock)
+    rental = _with_notices(services, journal)
+    fleet = Fleet(
+        FleetParts(
+            job=job,
+            run_id=run_id,
+            rental=rental,
+            backend=services.backend,
+            env_of=env_of,
+            credentials_of=credentials_of,
+            ssh_pubkey_path=services.ssh_pubkey_path,
+            stream=order.stream,
+        )
+    )
+    started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
+    return RunDriver(
+        RunParts(
+            job=job,
+            run_id=run_id,
+            out=out,
+            clock=services.clock,
+            rental=rental,
+            fleet=fleet,
+            control=control.plane,
+            watcher=watcher,
+            journal=journal,
+            started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            redact=redact,
+        )
+    ).execute()
+
+
+def _with_notices(services: Services, journal: Journal) -> Orchestrator:
+    return Orchestrator(
+        store=services.store,
+        backend=services.backend,
+        clock=services.clock,
+        nonce=system.new_nonce,
+        notify=journal.record,
+    )
+
+
+def _made(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot make {out}: {exc.strerror}; choose another directory with --out"
+        ) from exc
+    return out
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,289 @@
+"""The machines of one run. Every call that blocks on a machine is made in a thread of its own.
+
+Threads tell the driver what happened through one inbox and decide nothing. They are daemons: a
+thread that hangs on a dead machine must not keep the process from ending, the record of the
+machine outlives both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Lock, Thread
+from typing import Protocol
+
+from paceline.core.errors import PacelineError
+from paceline.rental import (
+    BackendAdapter,
+    InstanceHandle,
+    InstanceNotFoundError,
+    InstanceState,
+    SshUnreachableError,
+)
+from paceline.rental.orchestrator import RentRequest
+from paceline.rental.records import Machine
+from paceline.runs.bootstrap import Guest, bootstrap
+from paceline.runs.model import JobSpec, RoleSpec, Slot, slots_of
+
+
+class Rental(Protocol):
+    """What a run asks of the rental half's orchestrator."""
+
+    def rent(self, request: RentRequest) -> Machine:
+        """Return a machine that runs. Raises BackendError; whatever exists stays on record."""
+        ...
+
+    def destroy(self, machine: Machine | str) -> None:
+        """End a machine and see it gone; idempotent. Raises NotProvenGoneError."""
+        ...
+
+    def machines(self, run_id: str | None = None) -> Sequence[Machine]:
+        """Return everything on record that is not proven gone."""
+        ...
+
+    def cost_usd(self, run_id: str) -> float:
+        """Return what the run has cost so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A slot's machine is rented, or has everything on it: the step asked for is done."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """A slot's command ended."""
+
+    slot: Slot
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A slot's machine is gone or does not answer."""
+
+    slot: Slot
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A step did not work, for a reason that the error names."""
+
+    slot: Slot
+    error: PacelineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broke:
+    """A thread met a bug; the driver raises it on."""
+
+    slot: Slot
+    error: BaseException
+
+
+Message = Ready | Exited | Lost | Failed | Broke
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetParts:
+    """What the machines of a run are made with."""
+
+    job: JobSpec
+    run_id: str
+    rental: Rental
+    backend: Callable[[str], BackendAdapter]
+    env_of: Callable[[Slot, str], Mapping[str, str]]
+    """(slot, backend name) -> what the role is started with."""
+    credentials_of: Callable[[RoleSpec], Mapping[str, str]]
+    ssh_pubkey_path: Path
+    stream: bool = False
+    """Pass the output of roles through, beside writing it to their logs."""
+
+
+class Fleet:
+    """Machines by slot, and what can be done with them."""
+
+    def __init__(self, parts: FleetParts) -> None:
+        self._parts = parts
+        self._roles = slots_of(parts.job)
+        self._machines: dict[Slot, Machine] = {}
+        self._inbox: Queue[Message] = Queue()
+        self._renting: set[Slot] = set()
+        self._lock = Lock()
+
+    @property
+    def renting(self) -> frozenset[Slot]:
+        """Return the slots for which a create call may be under way."""
+        with self._lock:
+            return frozenset(self._renting)
+
+    @property
+    def machines(self) -> Mapping[Slot, Machine]:
+        """Return the machine that each slot has now."""
+        with self._lock:
+            return dict(self._machines)
+
+    def next_message(self, *, timeout_s: float) -> Message | None:
+        """Return what happened next, None when nothing did for ``timeout_s``."""
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def rent(self, slot: Slot) -> None:
+        """Begin to rent; ends in Ready or Failed."""
+        self._begin(slot, lambda: self._rented(slot), rents=True)
+
+    def bootstrap(self, slot: Slot) -> None:
+        """Begin to put everything on the machine; ends in Ready or Failed."""
+        self._begin(slot, lambda: self._bootstrapped(slot))
+
+    def start(self, slot: Slot) -> None:
+        """Start the role's command; ends in Exited or Lost."""
+        self._begin(slot, lambda: self._ran(slot))
+
+    def replace(self, slot: Slot) -> None:
+        """Rent another machine for the slot and start its command there; ends as start does."""
+        self._begin(slot, lambda: self._replaced(slot), rents=True)
+
+    def stop(self, slot: Slot) -> None:
+        """Ask the role's command to end; the call that started it then ends in Exited."""
+        self._begin(slot, lambda: self._stopped(slot))
+
+    def pull(self, slot: Slot, out: Path, paths: Sequence[str]) -> Thread:
+        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Failed.
+
+        The thread returned is alive while it copies.
+        """
+        return self._begin(slot, lambda: self._pulled(slot, out, paths))
+
+    def destroy(self, machine: Machine) -> None:
+        """End one machine and see it gone; ends in Ready or Failed."""
+        slot = Slot(role=machine.role, index=machine.index)
+
+        def work() -> Message:
+            self._parts.rental.destroy(machine.label)
+            return Ready(slot=slot)
+
+        self._begin(slot, work)
+
+    def _begin(self, slot: Slot, work: Callable[[], Message], *, rents: bool = False) -> Thread:
+        if rents:
+            with self._lock:
+                self._renting.add(slot)
+        thread = Thread(target=self._carry_out, args=(slot, work), name=str(slot), daemon=True)
+        thread.start()
+        return thread
+
+    def _carry_out(self, slot: Slot, work: Callable[[], Message]) -> None:
+        try:
+            message = work()
+        except PacelineError as exc:
+            message = Failed(slot=slot, error=exc)
+        except BaseException as exc:  # noqa: BLE001 - handed to the driver, which raises it
+            message = Broke(slot=slot, error=exc)
+        self._inbox.put(message)
+
+    def _rented(self, slot: Slot) -> Message:
+        try:
+            machine = self._parts.rental.rent(self._request(slot))
+        finally:
+            with self._lock:
+                self._renting.discard(slot)
+        with self._lock:
+            self._machines[slot] = machine
+        return Ready(slot=slot)
+
+    def _request(self, slot: Slot) -> RentRequest:
+        return rent_request(
+            self._roles[slot],
+            slot.index,
+            run_id=self._parts.run_id,
+            ssh_pubkey_path=self._parts.ssh_pubkey_path,
+        )
+
+    def _bootstrapped(self, slot: Slot) -> Message:
+        backend, handle = self._reach(slot)
+        role = self._roles[slot]
+        bootstrap(
+            backend,
+            handle,
+            guest=self._guest(slot),
+            role=role,
+            env=self._parts.env_of(slot, handle.backend),
+            credentials=self._parts.credentials_of(role),
+        )
+        return Ready(slot=slot)
+
+    def _ran(self, slot: Slot) -> Message:
+        backend, handle = self._reach(slot)
+        stream = self._parts.stream
+        env = dict(self._parts.env_of(slot, handle.backend))
+        env["PACELINE_STREAM"] = "1" if stream else "0"
+        try:
+            ended = backend.run_remote(
+                handle, self._guest(slot).start, env=env, stream=stream, timeout_s=None
+            )
+            is_there = ended.code == 0 or backend.status(handle).state == InstanceState.RUNNING
+        except (SshUnreachableError, InstanceNotFoundError) as exc:
+            return Lost(slot=slot, reason=str(exc))
+        if is_there:
+            return Exited(slot=slot, code=ended.code)
+        return Lost(slot=slot, reason=f"machine {handle.label} is gone")
+
+    def _replaced(self, slot: Slot) -> Message:
+        try:
+            self._parts.rental.destroy(self.machines[slot].label)
+        except PacelineError:
+            with self._lock:
+                self._renting.discard(slot)
+            raise
+        self._rented(slot)
+        self._bootstrapped(slot)
+        return self._ran(slot)
+
+    def _stopped(self, slot: Slot) -> Message:
+        backend, handle = self._reach(slot)
+        backend.run_remote(handle, self._guest(slot).stop, stream=False, timeout_s=30)
+        return Ready(slot=slot)
+
+    def _pulled(self, slot: Slot, out: Path, paths: Sequence[str]) -> Message:
+        backend, handle = self._reach(slot)
+        guest = self._guest(slot)
+        mine = out / "artifacts" / str(slot)
+        for directory in (out / "logs", mine):
+            directory.mkdir(parents=True, exist_ok=True)
+        backend.sync_from(handle, guest.path("logs"), out / "logs")
+        backend.sync_from(handle, guest.path("out"), mine)
+        for path in paths:
+            target = mine / path.rstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            backend.sync_from(handle, guest.path("work", path.rstrip("/")), target)
+        return Ready(slot=slot)
+
+    def _reach(self, slot: Slot) -> tuple[BackendAdapter, InstanceHandle]:
+        handle = self.machines[slot].handle
+        return self._parts.backend(handle.backend), handle
+
+    def _guest(self, slot: Slot) -> Guest:
+        return Guest(run_id=self._parts.run_id, slot=slot)
+
+
+def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Path) -> RentRequest:
+    """Return what one slot of a role asks the rental half for."""
+    return RentRequest(
+        run_id=run_id,
+        role=role.name,
+        index=index,
+        gpu=role.gpu,
+        backends=role.backends,
+        min_disk_gb=role.disk_gb,
+        max_dph=role.max_dph,
+        image=role.image,
+        ssh_pubkey_path=ssh_pubkey_path,
+        boot_timeout_s=role.boot_timeout_s,
+    )

@@ -1,0 +1,41 @@
+"""What happened to a run on the operator's side, one JSON line per event, as it happens."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+from paceline.core.clock import Clock
+
+
+class Journal:
+    """Appends to ``events.jsonl``; safe from several threads, also from inside teardown.
+
+    A full disk must not stop a teardown, so nothing is raised: the first problem is kept for
+    whoever asks with ``take_problem``.
+    """
+
+    def __init__(self, path: Path, *, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._lock = Lock()
+        self._problem: str | None = None
+        self._is_told = False
+
+    def record(self, name: str, fields: Mapping[str, object]) -> None:
+        """Append one event."""
+        line = json.dumps({"at": round(self._clock.time(), 3), "event": name, **fields})
+        with self._lock:
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            except OSError as exc:
+                self._problem = f"events are not recorded in {self._path}: {exc.strerror}"
+
+    def take_problem(self) -> str | None:
+        """Return why events are lost, the first time that it is asked after one was."""
+        with self._lock:
+            if self._problem is None or self._is_told:
+                return None
+            self._is_told = True
+            return self._problem

@@ -1,0 +1,128 @@
+"""The nouns of a run: the job as asked for, frozen and complete. No text, no defaults to guess."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class RoleKind(StrEnum):
+    """What the end of a role means for the run."""
+
+    TRAINER = "trainer"
+    """Its success ends the run, its failure fails it."""
+    ROLLOUT = "rollout"
+    """Serves until the trainer is done; restarted when it dies."""
+    TASK = "task"
+    """Runs to its own end; the run is done when all tasks are."""
+
+
+class RestartMode(StrEnum):
+    """When a role that ended is started again."""
+
+    NEVER = "never"
+    ON_FAILURE = "on-failure"
+    ALWAYS = "always"
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    ABANDONED = "abandoned"
+    """Whoever drove it is gone; its machines were ended later by somebody else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """US dollars that a run may cost."""
+
+    soft_usd: float
+    """Warn from here on."""
+    hard_usd: float
+    """Tear everything down from here on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefitSpec:
+    """How weights get from the trainer to the engines of this run."""
+
+    model: str
+    payload: str = "XOR_DELTA"
+    staging: str = "COPY_TO_HOST"
+    transports: tuple[str, ...] = ("http",)
+    max_staleness: int = 2
+    """How many versions a sample's weights may be behind the trainer's."""
+    anchor_every: int | None = None
+    """Publish a full version every so many deltas; None leaves it to the publisher."""
+    listen: str = "127.0.0.1:0"
+    """Where the control service listens; port 0 takes any free one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One entry under ``roles:``; ``count`` machines that all run the same command."""
+
+    name: str
+    kind: RoleKind
+    backends: tuple[str, ...]
+    """In order of preference."""
+    gpu: str
+    run: str
+    setup: str | None = None
+    workdir: Path | None = None
+    """Local directory that is copied to the machine; None copies nothing."""
+    exclude: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    count: int = 1
+    disk_gb: int = 20
+    spot: bool = False
+    image: str = ""
+    max_dph: float | None = None
+    restart: RestartMode = RestartMode.NEVER
+    max_restarts: int = 0
+    boot_timeout_s: int = 1200
+    setup_timeout_s: int = 1800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactSpec:
+    """What is copied back from the machines."""
+
+    pull: tuple[str, ...] = ()
+    """Paths under the role's working directory, beside what is always pulled: logs and out/."""
+    every_s: float | None = None
+    """Also while the run lasts, this often; None: at the end alone."""
+    keep: int = 4
+    """How many of the pulls made on the way are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A whole job file, checked."""
+
+    name: str
+    roles: tuple[RoleSpec, ...]
+    budget: Budget | None = None
+    refit: RefitSpec | None = None
+    artifacts: ArtifactSpec = field(default_factory=ArtifactSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Slot:
+    """One machine's place in a run: the role and which of its ``count``."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+def slots_of(job: JobSpec) -> dict[Slot, RoleSpec]:
+    """Return every machine that the job asks for, in the order of the job file."""
+    return {
+        Slot(role=role.name, index=index): role for role in job.roles for index in range(role.count)
+    }

@@ -1,0 +1,499 @@
+"""One run from its first machine to its last: rent, bootstrap, watch, collect, tear down, always.
+
+``plan.decide`` says what to do, ``Fleet`` does it in threads, and this file is the loop between
+them. Whatever ends a run (success, a failure, a signal, a bug) ends in ``_wind_down``, whose
+steps do not depend on each other's success: what cannot be collected is noted, and the machines
+go all the same.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Protocol
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ExitStatus, PacelineError, PreflightError
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlError
+from paceline.refit.model import Event, InstalledReport
+from paceline.rental import NotProvenGoneError
+from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
+from paceline.runs.journal import Journal
+from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
+from paceline.runs.plan import (
+    Finish,
+    Observation,
+    Phase,
+    Postpone,
+    Retire,
+    SlotView,
+    Start,
+    decide,
+    ended,
+)
+from paceline.runs.queries import RunView, engines_at_end, view_of
+from paceline.runs.report import RunFacts, render_html, report_of, summary_of
+from paceline.runs.signals import Signals
+
+TICK_S = 0.25
+CATCH_UP_S = 10.0
+"""How long engines may take to install the last version after the trainer is done."""
+GRACE_S = 10.0
+"""How long roles may take to end after they were asked to."""
+PULL_S = 300.0
+GONE_S = 120.0
+"""How long teardown may take, on top of what a machine that is still booting may."""
+DESTROY_EVERY_S = 15.0
+"""How long one machine's teardown is waited for before it is asked for again."""
+COST_EVERY_S = 5.0
+TAIL_LINES = 20
+TAIL_BYTES = 16 * 1024
+EVENTS_PAGE = 1000
+PAGES_MAX = 100
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes; called from the driver's thread."""
+
+    def note(self, text: str) -> None:
+        """Take one line about something that happened."""
+        ...
+
+    def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
+        """Take the present state of everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What a run is driven with."""
+
+    job: JobSpec
+    run_id: str
+    out: Path
+    """Local directory for logs, artifacts and the report."""
+    clock: Clock
+    rental: Rental
+    fleet: Fleet
+    control: ControlPlane | None
+    watcher: Watcher
+    journal: Journal
+    started_at: str
+    redact: Callable[[str], str]
+    """Takes this run's tokens out of a text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    status: ExitStatus
+    outcome: Outcome
+    message: str
+    """One paragraph; what failed, with the last lines of its log."""
+    summary: dict[str, object]
+
+
+class RunDriver:
+    """Drives one run; ``execute`` is called once, from the main thread."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._signals = Signals()
+        self._views = {
+            slot: SlotView(
+                slot=slot,
+                kind=role.kind,
+                restart=role.restart,
+                max_restarts=role.max_restarts,
+                phase=Phase.WAITING,
+            )
+            for slot, role in slots_of(parts.job).items()
+        }
+        self._events: list[Event] = []
+        self._view = view_of(())
+        self._num_seen = 0
+        self._installed: Sequence[InstalledReport] = ()
+        self._cost_usd = 0.0
+        self._cost_due_s = 0.0
+        self._pull_due_s: float | None = None
+        self._num_pulls = 0
+        self._pulls: list[Thread] = []
+        self._is_control_down = False
+
+    def execute(self) -> RunResult:
+        """Run the job to its end and tear everything down.
+
+        Raises whatever is a bug, after the teardown. What the machines, the control service or
+        the job do wrong is in the result.
+        """
+        begun_s = self._parts.clock.monotonic()
+        finish = Finish(outcome=Outcome.FAILED, status=ExitStatus.FAILED, reason="a bug, see above")
+        with self._signals:
+            try:
+                finish = self._until_finish()
+            except PacelineError as exc:
+                finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
+            finally:
+                finish = self._wind_down(finish)
+        return self._result(finish, self._parts.clock.monotonic() - begun_s)
+
+    def _until_finish(self) -> Finish:
+        for step in (self._rent, self._bootstrap):
+            finish = step()
+            if finish is not None:
+                return finish
+        for slot in self._views:
+            self._start(slot)
+        return self._watch()
+
+    def _rent(self) -> Finish | None:
+        self._note(f"renting {len(self._views)} machines")
+        for slot in self._views:
+            self._parts.fleet.rent(slot)
+        return self._await_ready("rented")
+
+    def _bootstrap(self) -> Finish | None:
+        for slot in self._views:
+            self._parts.fleet.bootstrap(slot)
+        return self._await_ready("set up")
+
+    def _await_ready(self, what: str) -> Finish | None:
+        """Wait until every slot is Ready; the first that is not ends the run."""
+        waiting = set(self._views)
+        while waiting:
+            message = self._next_message()
+            if self._signals.received is not None:
+                return decide(self._observe())[0]  # type: ignore[return-value]  # a Finish alone
+            if isinstance(message, Ready):
+                waiting.discard(message.slot)
+                self._note(f"{message.slot} is {what}")
+            elif isinstance(message, Failed):
+                return _failed(message)
+        return None
+
+    def _watch(self) -> Finish:
+        while True:
+            self._take(self._next_message())
+            self._poll()
+            self._parts.watcher.progress(self._view, tuple(self._views.values()))
+            for action in decide(self._observe()):
+                match action:
+                    case Finish():
+                        return action
+                    case Postpone():
+                        self._postpone(action)
+                    case Start():
+                        self._start(action.slot, replace_machine=action.replace)
+                    case Retire():
+                        self._move(action.slot, Phase.DONE)
+
+    def _take(self, message: Message | None) -> None:
+        """Put what happened into the slot's view."""
+        match message:
+            case Exited(slot=slot, code=code):
+                view = self._views[slot]
+                self._views[slot] = replace(view, phase=Phase.EXITED, code=code)
+                self._record("role.exited", slot, code=code, attempt=view.restarts)
+                self._note(f"{slot} {ended(code)}")
+            case Lost(slot=slot, reason=reason):
+                self._move(slot, Phase.LOST)
+                self._note(f"{slot} lost: {reason}")
+            case Failed(slot=slot, error=error):
+                if self._views[slot].phase is Phase.RUNNING:
+                    self._move(slot, Phase.LOST)
+                self._note(f"{slot}: {error}")
+            case Ready() | Broke() | None:
+                pass
+
+    def _next_message(self) -> Message | None:
+        message = self._parts.fleet.next_message(timeout_s=TICK_S)
+        if isinstance(message, Broke):
+            raise message.error
+        return message
+
+    def _observe(self) -> Observation:
+        budget = self._parts.job.budget
+        return Observation(
+            now_s=self._parts.clock.monotonic(),
+            slots=tuple(self._views.values()),
+            signal=self._signals.received,
+            spent_usd=self._cost_usd,
+            hard_usd=None if budget is None else budget.hard_usd,
+        )
+
+    def _postpone(self, action: Postpone) -> None:
+        view = self._views[action.slot]
+        self._views[action.slot] = replace(
+            view,
+            phase=Phase.WAITING,
+            restarts=view.restarts + 1,
+            due_s=self._parts.clock.monotonic() + action.delay_s,
+            machine_lost=action.replace,
+        )
+        self._note(
+            f"{action.slot}: {action.reason}; starting it again in {action.delay_s:g} s "
+            f"({view.restarts + 1} of {view.max_restarts})"
+        )
+
+    def _start(self, slot: Slot, *, replace_machine: bool = False) -> None:
+        self._move(slot, Phase.RUNNING)
+        attempt = self._views[slot].restarts
+        self._record("role.started", slot, attempt=attempt)
+        if replace_machine:
+            self._record("role.replaced", slot, attempt=attempt, reason="machine lost")
+            self._parts.fleet.replace(slot)
+        else:
+            self._parts.fleet.start(slot)
+
+    def _record(self, name: str, slot: Slot, **fields: object) -> None:
+        self._parts.journal.record(name, {"role": slot.role, "index": slot.index, **fields})
+
+    def _move(self, slot: Slot, phase: Phase) -> None:
+        self._views[slot] = replace(self._views[slot], phase=phase)
+
+    def _poll(self) -> None:
+        """Look at what changes by itself: events, cost, pulls that are due."""
+        now_s = self._parts.clock.monotonic()
+        self._poll_events()
+        if problem := self._parts.journal.take_problem():
+            self._note(problem)
+        if now_s >= self._cost_due_s:
+            self._cost_due_s = now_s + COST_EVERY_S
+            self._poll_cost()
+        self._poll_pulls(now_s)
+
+    def _poll_pulls(self, now_s: float) -> None:
+        """Begin a pull when one is due and none is under way, and drop the oldest."""
+        every_s = self._parts.job.artifacts.every_s
+        if every_s is None:
+            return
+        if self._pull_due_s is None:
+            self._pull_due_s = now_s + every_s
+        if now_s < self._pull_due_s or any(pull.is_alive() for pull in self._pulls):
+            return
+        self._pull_due_s = now_s + every_s
+        pulls = self._parts.out / "pulls"
+        self._num_pulls += 1
+        self._pulls = self._pull_to(pulls / f"{self._num_pulls:04d}")
+        for old in sorted(pulls.glob("[0-9]*"))[: -self._parts.job.artifacts.keep]:
+            shutil.rmtree(old, onerror=lambda _, path, why: self._note(f"{path}: {why[1]}"))
+
+    def _poll_events(self) -> None:
+        if self._parts.control is None:
+            return
+        try:
+            fresh = self._fresh_events(self._parts.control)
+        except ControlError as exc:
+            if not self._is_control_down:
+                self._note(f"control service: {exc}")
+            self._is_control_down = True
+            return
+        self._is_control_down = False
+        if fresh:
+            self._events += fresh
+            self._num_seen = fresh[-1].index
+            self._view = view_of(self._events)
+
+    def _fresh_events(self, control: ControlPlane) -> list[Event]:
+        fresh: list[Event] = []
+        for _ in range(PAGES_MAX):
+            after = fresh[-1].index if fresh else self._num_seen
+            page = control.list_events(after=after, limit=EVENTS_PAGE)
+            fresh += page
+            if len(page) < EVENTS_PAGE:
+                break
+        if self._parts.job.refit is not None:
+            self._installed = control.list_installed(self._parts.job.refit.model)
+        return fresh
+
+    def _poll_cost(self) -> None:
+        before = self._cost_usd
+        self._cost_usd = self._parts.rental.cost_usd(self._parts.run_id)
+        budget = self._parts.job.budget
+        if budget is not None and before < budget.soft_usd <= self._cost_usd:
+            self._note(f"the soft cap of {budget.soft_usd:.2f} USD is reached")
+
+    # The end. Each step notes what it cannot do, and the next one runs all the same.
+
+    def _wind_down(self, finish: Finish) -> Finish:
+        self._note(f"ending: {finish.reason}")
+        steps = [
+            lambda: self._catch_up(finish),
+            self._stop_roles,
+            self._poll_events,
+            self._pull_finally,
+            self._poll_cost,
+        ]
+        try:
+            for step in steps:
+                self._attempt(step)
+        finally:
+            gone = self._attempt(self._destroy_all)
+        if gone is None:
+            return finish
+        return replace(
+            finish,
+            outcome=Outcome.FAILED,
+            status=gone.exit_status,
+            reason=f"{finish.reason}; {gone}",
+        )
+
+    def _attempt(self, step: Callable[[], None]) -> PacelineError | None:
+        try:
+            step()
+        except PacelineError as exc:
+            self._note(str(exc))
+            return exc
+        return None
+
+    def _catch_up(self, finish: Finish) -> None:
+        """After a success, give every live engine a moment to install the last version."""
+        if finish.outcome is not Outcome.SUCCEEDED or self._parts.control is None:
+            return
+
+        def is_done() -> bool:
+            self._poll_events()
+            last = self._view.states[-1].version.root_digest if self._view.states else None
+            return last is None or all(one.root_digest == last for one in self._installed)
+
+        self._wait(is_done, CATCH_UP_S)
+
+    def _stop_roles(self) -> None:
+        machines = self._parts.fleet.machines
+        for slot, view in self._views.items():
+            if view.phase is Phase.RUNNING and slot in machines:
+                self._parts.fleet.stop(slot)
+        self._wait(
+            lambda: all(view.phase is not Phase.RUNNING for view in self._views.values()), GRACE_S
+        )
+
+    def _pull_finally(self) -> None:
+        pulls = self._pull_to(self._parts.out)
+        if not self._wait(lambda: not any(pull.is_alive() for pull in pulls), PULL_S):
+            self._note(f"artifacts were not all pulled within {PULL_S:g} s")
+
+    def _pull_to(self, out: Path) -> list[Thread]:
+        paths = self._parts.job.artifacts.pull
+        return [self._parts.fleet.pull(slot, out, paths) for slot in self._parts.fleet.machines]
+
+    def _destroy_all(self) -> None:
+        """End every machine on record and see it gone, those too that are still coming up.
+
+        An intent whose create call is under way is left alone until the call has answered: to
+        look for its machine now could prove wrongly that there is none.
+        """
+        due_s: dict[str, float] = {}
+
+        def is_gone() -> bool:
+            renting, now_s = self._parts.fleet.renting, self._parts.clock.monotonic()
+            left = self._parts.rental.machines(self._parts.run_id)
+            for machine in left:
+                is_known = machine.instance is not None
+                is_coming = Slot(role=machine.role, index=machine.index) in renting
+                if (is_known or not is_coming) and now_s >= due_s.get(machine.label, 0.0):
+                    due_s[machine.label] = now_s + DESTROY_EVERY_S
+                    self._parts.fleet.destroy(machine)
+            return not left and not renting
+
+        boot_s = max(role.boot_timeout_s for role in self._parts.job.roles)
+        if not self._wait(is_gone, GONE_S + (boot_s if self._parts.fleet.renting else 0)):
+            left = ", ".join(m.label for m in self._parts.rental.machines(self._parts.run_id))
+            raise NotProvenGoneError(
+                f"not proven gone and maybe still billing: {left}; run paceline gc --yes"
+            )
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Take messages until ``is_done``; False when it was not in time."""
+        deadline = self._parts.clock.monotonic() + timeout_s
+        repeats = self._signals.num_repeats
+        while not is_done():
+            if self._parts.clock.monotonic() >= deadline:
+                return False
+            self._take(self._next_message())
+            if self._signals.num_repeats > repeats:
+                repeats = self._signals.num_repeats
+                self._note("teardown is under way and will not be skipped")
+        return True
+
+    def _note(self, text: str) -> None:
+        self._parts.watcher.note(self._parts.redact(text))
+
+    def _result(self, finish: Finish, wall_s: float) -> RunResult:
+        out = self._parts.out
+        facts = RunFacts(
+            run_id=self._parts.run_id,
+            name=self._parts.job.name,
+            outcome=finish.outcome.value,
+            reason=self._parts.redact(finish.reason),
+            started_at=self._parts.started_at,
+            wall_s=wall_s,
+            cost_usd=self._cost_usd,
+            engines=engines_at_end(self._view, self._installed),
+        )
+        self._parts.journal.record(
+            "run.finished",
+            {
+                "outcome": facts.outcome,
+                "reason": facts.reason,
+                "wall_s": wall_s,
+                "cost_usd": facts.cost_usd,
+            },
+        )
+        paths = {"report": str(out / "report.json"), "html": str(out / "report.html")}
+        report = report_of(self._view, facts) | paths
+        write_atomic(out / "report.json", json.dumps(report, indent=1) + "\n")
+        write_atomic(out / "report.html", render_html(self._view, facts))
+        return RunResult(
+            status=finish.status,
+            outcome=finish.outcome,
+            message=self._parts.redact(self._message(finish)),
+            summary=summary_of(self._view, facts) | paths,
+        )
+
+    def _message(self, finish: Finish) -> str:
+        if finish.slot is None:
+            return finish.reason
+        log = self._parts.out / "logs" / f"{finish.slot}.log"
+        tail = tail_of(log)
+        if not tail:
+            return f"{finish.reason}; its log is empty or could not be pulled"
+        shown = "\n".join(f"  {line}" for line in tail)
+        return f"{finish.reason}; the last lines of {log}:\n{shown}"
+
+
+def _failed(message: Failed) -> Finish:
+    return Finish(
+        outcome=Outcome.FAILED,
+        status=message.error.exit_status,
+        reason=f"{message.slot}: {message.error}",
+        slot=message.slot,
+    )
+
+
+def tail_of(log: Path, *, count: int = TAIL_LINES) -> list[str]:
+    """Return the last ``count`` lines of a log; none when there is no such file."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return []
+    return text.decode("utf-8", "replace").splitlines()[-count:]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a whole file or leave the old one. Raises PreflightError when it cannot be written."""
+    scratch = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot write {path}: {exc.strerror}; free space or choose another --out"
+        ) from exc

@@ -1,0 +1,563 @@
+"""YAML -> frozen JobSpec; every mistake at once, each with file:line and what would be right.
+
+The text is composed into a tree that knows its lines, each section is checked by a pydantic model
+of its own, and what holds between sections is checked on the sections that came out right: so one
+mistake never hides another. Everything here is bounded, the file comes from outside.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
+
+from paceline.core.errors import UsageError
+from paceline.rental.catalogue import parse_target
+from paceline.runs.model import (
+    ArtifactSpec,
+    Budget,
+    JobSpec,
+    RefitSpec,
+    RestartMode,
+    RoleKind,
+    RoleSpec,
+)
+
+BYTES_MAX = 256 * 1024
+NODES_MAX = 10_000
+DEPTH_MAX = 20
+FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
+"""Backends that cost nothing; every other one needs a budget."""
+HARD_OVER_SOFT = 1.5
+PORT_MAX = 65535
+SHOWN_MAX = 60
+ROLLOUT_RESTARTS = 3
+
+# Names become part of run ids and of machine labels, which providers limit.
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
+_DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
+_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One mistake in a job file."""
+
+    line: int
+    """From 1."""
+    path: str
+    """Keys from the top, joined by dots; empty for the file as a whole."""
+    message: str
+
+
+class SpecError(UsageError):
+    """A job file is wrong; all that is wrong with it is in ``problems`` and in the text."""
+
+    def __init__(self, source: str, problems: Collection[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: (p.line, p.path, p.message)))
+        lines = [
+            f"{source}:{p.line}: {p.path}: {p.message}"
+            if p.path
+            else f"{source}:{p.line}: {p.message}"
+            for p in self.problems
+        ]
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a job file is checked against."""
+
+    base: Path
+    """Relative directories count from here."""
+    backends: Collection[str]
+    is_dir: Callable[[Path], bool]
+
+
+def load_job(path: Path, *, backends: Collection[str]) -> JobSpec:
+    """Read and check the job file at ``path``.
+
+    Raises:
+        UsageError: it cannot be read.
+        SpecError: it is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(BYTES_MAX + 1)
+    except OSError as exc:
+        raise UsageError(
+            f"cannot read job file {path}: {exc.strerror}; give the path of a YAML job file"
+        ) from exc
+    around = Surroundings(base=path.resolve().parent, backends=backends, is_dir=_is_dir)
+    return parse_job(data, source=str(path), around=around)
+
+
+def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
+    """Return the job that ``data`` describes. Raises SpecError, and nothing else."""
+    problems: list[Problem] = []
+    tree = _Tree.read(data, problems)
+    if not problems:
+        job = _Checker(tree=tree, around=around, problems=problems).job()
+        if job is not None and not problems:
+            return job
+    raise SpecError(source, problems)
+
+
+def job_of_command(
+    role: Mapping[str, object], *, budget_usd: float | None, backends: Collection[str]
+) -> JobSpec:
+    """Return the job of one machine and one command. Raises SpecError, as for a job file."""
+    job: dict[str, object] = {"name": "run", "roles": {"task": dict(role)}}
+    if budget_usd is not None:
+        job["budget"] = {"soft_usd": budget_usd, "hard_usd": budget_usd}
+    around = Surroundings(base=Path(), backends=backends, is_dir=_is_dir)
+    return parse_job(yaml.safe_dump(job).encode(), source="command line", around=around)
+
+
+def duration_s(value: object) -> object:
+    """Turn ``10m`` or a number of seconds into seconds; anything else raises ValueError."""
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        return int(match[1]) * _UNIT_S[match[2]]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError("expected a duration such as 90s, 10m, 2h or 1d")
+
+
+# What each section may hold. Messages for people are made in _explain; these only decide.
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _no_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("holds a NUL character")
+    return value
+
+
+def _blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty")
+    return _no_nul(value)
+
+
+def _gpu_token(value: str) -> str:
+    return str(parse_target(value))  # a UsageError is a ValueError
+
+
+def _around(info: ValidationInfo) -> Surroundings:
+    return cast(Surroundings, info.context)
+
+
+def _known_backends(value: list[str], info: ValidationInfo) -> list[str]:
+    known = _around(info).backends
+    for name in value:
+        if name not in known:
+            raise ValueError(f"unknown backend {_shown(name)}; {_nearest(name, known)}")
+    if not value or len(set(value)) != len(value):
+        raise ValueError("name at least one backend, each once")
+    return value
+
+
+def _existing_dir(value: str, info: ValidationInfo) -> Path:
+    around = _around(info)
+    path = around.base / _no_nul(value)
+    if not around.is_dir(path):
+        raise ValueError(f"no such directory: {path}")
+    return path
+
+
+def _inside(value: list[str]) -> list[str]:
+    for item in value:
+        path = PurePosixPath(_blank(item))
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{_shown(item)} must be a path below the working directory")
+    return value
+
+
+def _environment(value: Mapping[str, str | int]) -> dict[str, str]:
+    for key in value:
+        if not _ENV_KEY.fullmatch(key) or key.startswith("PACELINE_"):
+            raise ValueError(f"{_shown(key)} cannot be set: not a variable name, or ours")
+    return {key: _no_nul(str(item)) for key, item in value.items()}
+
+
+def _env_item(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError("expected text; put the value in quotes")  # noqa: TRY004 - pydantic's way
+    return str(value)
+
+
+def _listen(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > PORT_MAX:
+        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:0, got {_shown(value)}")
+    return value
+
+
+_Text = Annotated[str, AfterValidator(_blank)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Duration = Annotated[float, BeforeValidator(duration_s), Field(gt=0, le=30 * 86400.0)]
+_Count = Annotated[int, Field(ge=1, le=256)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Top(_Section):
+    name: str
+    roles: dict[str, Any]
+    budget: Any = None
+    refit: Any = None
+    artifacts: Any = None
+
+
+class _Budget(_Section):
+    soft_usd: _Positive
+    hard_usd: _Positive | None = None
+
+
+class _Refit(_Section):
+    model: _Text
+    payload: Literal["XOR_DELTA", "FULL_TENSOR"] = "XOR_DELTA"
+    staging: Literal["COPY_TO_HOST", "IN_PLACE"] = "COPY_TO_HOST"
+    transports: Annotated[list[_Text], BeforeValidator(_listed), Field(min_length=1)] = ["http"]
+    max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
+    anchor_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    listen: Annotated[str, AfterValidator(_listen)] = "127.0.0.1:0"
+
+
+class _Role(_Section):
+    backend: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_known_backends)]
+    gpu: Annotated[str, AfterValidator(_gpu_token)]
+    run: _Text
+    kind: Literal["trainer", "rollout", "task"] | None = None
+    setup: _Text | None = None
+    workdir: Annotated[str, AfterValidator(_existing_dir)] | None = None
+    exclude: Annotated[list[_Text], BeforeValidator(_listed)] = []
+    env: Annotated[
+        dict[str, Annotated[str, BeforeValidator(_env_item)]], AfterValidator(_environment)
+    ] = {}
+    count: _Count = 1
+    disk_gb: Annotated[int, Field(ge=1, le=1_000_000)] = 20
+    spot: bool = False
+    image: str = ""
+    max_dph: _Positive | None = None
+    restart: Literal["never", "on-failure", "always"] | None = None
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    boot_timeout: _Duration = 1200.0
+    setup_timeout: _Duration = 1800.0
+
+
+class _Artifacts(_Section):
+    pull: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_inside)] = []
+    every: _Duration | None = None
+    keep: _Count = 4
+
+
+_SectionT = TypeVar("_SectionT", bound=_Section)
+
+
+class _Checker:
+    """Checks one tree; what is wrong is appended to ``problems``."""
+
+    def __init__(self, *, tree: "_Tree", around: Surroundings, problems: list[Problem]) -> None:
+        self._tree = tree
+        self._around = around
+        self._problems = problems
+
+    def job(self) -> JobSpec | None:
+        """Return the job, or None when a section is wrong."""
+        top = self._section(_Top, (), self._tree.value) or self._what_is_there()
+        self._name((), top.name, "name")
+        budget = self._optional(_Budget, "budget", top.budget)
+        refit = self._optional(_Refit, "refit", top.refit)
+        artifacts = self._optional(_Artifacts, "artifacts", top.artifacts)
+        found = {
+            name: self._section(_Role, ("roles", name), value) for name, value in top.roles.items()
+        }
+        roles = {name: role for name, role in found.items() if role is not None}
+        kinds = _kinds(roles)
+        self._check_roles(top, roles, kinds)
+        if budget and budget.hard_usd is not None and budget.hard_usd < budget.soft_usd:
+            self._say(("budget", "hard_usd"), "must not be below soft_usd")
+        if self._problems:
+            return None
+        return JobSpec(
+            name=top.name,
+            roles=tuple(_role(name, role, kinds[name]) for name, role in roles.items()),
+            budget=_budget(budget),
+            refit=None if refit is None else _refit(refit),
+            artifacts=ArtifactSpec() if artifacts is None else _artifacts(artifacts),
+        )
+
+    def _what_is_there(self) -> _Top:
+        """Return the sections of a file that is wrong at the top, so that they are checked too."""
+        given = self._tree.value if isinstance(self._tree.value, dict) else {}
+        roles, name = given.get("roles"), given.get("name")
+        return _Top(
+            name=name if isinstance(name, str) else "unnamed",
+            roles=roles if isinstance(roles, dict) else {},
+            **{key: given.get(key) for key in ("budget", "refit", "artifacts")},
+        )
+
+    def _check_roles(
+        self, top: _Top, roles: Mapping[str, _Role], kinds: Mapping[str, RoleKind]
+    ) -> None:
+        if not top.roles and not self._problems:
+            self._say(("roles",), "name at least one role")
+        for name, role in roles.items():
+            self._name(("roles", name), name, "role name")
+            paid = [backend for backend in role.backend if backend not in FREE_BACKENDS]
+            if paid and top.budget is None:
+                self._say(
+                    ("roles", name, "backend"),
+                    f"{paid[0]!r} costs money and the job has no budget; "
+                    "add at the top: budget: {soft_usd: 5, hard_usd: 8}",
+                )
+            if kinds[name] is RoleKind.TRAINER and (role.restart or "never") != "never":
+                self._say(("roles", name, "restart"), "a trainer is not restarted; say never")
+        trainers = [name for name, kind in kinds.items() if kind is RoleKind.TRAINER]
+        machines = sum(roles[name].count for name in trainers)
+        if machines > 1:
+            self._say(("roles", trainers[-1]), "a job has one trainer, on one machine")
+        if top.refit is not None and not trainers and len(roles) == len(top.roles):
+            self._say(
+                ("refit",), "needs a trainer: call one role trainer, or give it kind: trainer"
+            )
+
+    def _optional(self, model: type[_SectionT], key: str, value: object) -> _SectionT | None:
+        return None if value is None else self._section(model, (key,), value)
+
+    def _section(
+        self, model: type[_SectionT], path: tuple[str, ...], value: object
+    ) -> _SectionT | None:
+        if not isinstance(value, dict):
+            self._say(path, f"expected a mapping with keys {_keys(model)}, got {_shown(value)}")
+            return None
+        try:
+            return model.model_validate(value, context=self._around)
+        except ValidationError as exc:
+            for error in exc.errors(include_url=False):
+                at = (*path, *(str(part) for part in error["loc"]))
+                self._say(at, _explain(error, model))
+            return None
+
+    def _name(self, path: tuple[str, ...], value: str, what: str) -> None:
+        if not _NAME.fullmatch(value):
+            at = path or ("name",)
+            self._say(at, f"{what} must be 1 to 31 of a-z, 0-9 and inner -, got {_shown(value)}")
+
+    def _say(self, path: tuple[str, ...], message: str) -> None:
+        line = self._tree.line(path)
+        self._problems.append(Problem(line=line, path=".".join(path), message=message))
+
+
+def _explain(error: Mapping[str, Any], model: type[_Section]) -> str:
+    """Say what would be right; values under ``env`` may be secret and are never shown."""
+    kind, loc, given = error["type"], error["loc"], error.get("input")
+    context = error.get("ctx") or {}
+    if kind == "extra_forbidden":
+        return f"unknown key; {_nearest(str(loc[-1]), model.model_fields)}"
+    if kind == "missing":
+        return "this key is required"
+    if kind == "value_error":
+        return str(context["error"])
+    expected = {
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "string_type": "text",
+        "bool_type": "true or false",
+        "list_type": "a list",
+        "dict_type": "a mapping",
+        "literal_error": str(context.get("expected")),
+    }.get(kind)
+    wanted = f"expected {expected}" if expected else str(error["msg"])
+    return wanted if "env" in loc else f"{wanted}, got {_shown(given)}"
+
+
+def _nearest(word: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    listed = ", ".join(sorted(known))
+    return f"did you mean {near[0]!r}? known: {listed}" if near else f"known: {listed}"
+
+
+def _keys(model: type[_Section]) -> str:
+    return ", ".join(model.model_fields)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str | int | float | bool) else type(value).__name__
+    text = {"NoneType": "nothing", "dict": "a mapping", "list": "a list"}.get(text, text)
+    return text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "..."
+
+
+def _kinds(roles: Mapping[str, _Role]) -> dict[str, RoleKind]:
+    """Say what each role is: the name ``trainer`` decides where ``kind`` is not given."""
+    given = {
+        name: role.kind or ("trainer" if name == "trainer" else None)
+        for name, role in roles.items()
+    }
+    other = "rollout" if "trainer" in given.values() else "task"
+    return {name: RoleKind(kind or other) for name, kind in given.items()}
+
+
+def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
+    usual = RestartMode.ON_FAILURE if kind is RoleKind.ROLLOUT else RestartMode.NEVER
+    restart = usual if role.restart is None else RestartMode(role.restart)
+    restarts = 0 if restart is RestartMode.NEVER else ROLLOUT_RESTARTS
+    workdir: Any = role.workdir
+    return RoleSpec(
+        name=name,
+        kind=kind,
+        backends=tuple(role.backend),
+        gpu=role.gpu,
+        run=role.run,
+        setup=role.setup,
+        workdir=workdir,
+        exclude=tuple(role.exclude),
+        env=dict(role.env),
+        count=role.count,
+        disk_gb=role.disk_gb,
+        spot=role.spot,
+        image=role.image,
+        max_dph=role.max_dph,
+        restart=restart,
+        max_restarts=restarts if role.max_restarts is None else role.max_restarts,
+        boot_timeout_s=math.ceil(role.boot_timeout),
+        setup_timeout_s=math.ceil(role.setup_timeout),
+    )
+
+
+def _budget(budget: _Budget | None) -> Budget | None:
+    if budget is None:
+        return None
+    hard = budget.soft_usd * HARD_OVER_SOFT if budget.hard_usd is None else budget.hard_usd
+    return Budget(soft_usd=budget.soft_usd, hard_usd=hard)
+
+
+def _refit(refit: _Refit) -> RefitSpec:
+    fields = refit.model_dump()
+    return RefitSpec(**{**fields, "transports": tuple(refit.transports)})
+
+
+def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
+    return ArtifactSpec(pull=tuple(artifacts.pull), every_s=artifacts.every, keep=artifacts.keep)
+
+
+class _Tree:
+    """Plain values and the line that each path came from."""
+
+    def __init__(self) -> None:
+        self.value: object = None
+        self._lines: dict[tuple[str, ...], int] = {}
+        self._nodes = 0
+
+    @classmethod
+    def read(cls, data: bytes, problems: list[Problem]) -> "_Tree":
+        """Compose YAML; what is wrong with the text itself goes to ``problems``."""
+        tree = cls()
+        try:
+            tree._fill(data)
+        except _TextError as exc:
+            problems.append(Problem(line=exc.line, path="", message=str(exc)))
+        except UnicodeDecodeError as exc:
+            line = data.count(b"\n", 0, exc.start) + 1
+            problems.append(Problem(line=line, path="", message="not UTF-8 text"))
+        except RecursionError:
+            problems.append(Problem(line=1, path="", message="nested too deeply"))
+        except yaml.YAMLError as exc:
+            mark = getattr(exc, "problem_mark", None)
+            what = getattr(exc, "problem", None) or str(exc).splitlines()[0]
+            line = mark.line + 1 if mark else 1
+            problems.append(Problem(line=line, path="", message=f"not YAML: {what}"))
+        return tree
+
+    def _fill(self, data: bytes) -> None:
+        if len(data) > BYTES_MAX:
+            raise _TextError(1, f"larger than {BYTES_MAX} bytes; a job file is small")
+        root = yaml.compose(data.decode("utf-8"), Loader=yaml.SafeLoader)
+        self.value = None if root is None else self._convert(root, (), 0)
+
+    def line(self, path: tuple[str, ...]) -> int:
+        """Return the line of the nearest thing on ``path`` that the file has."""
+        while path and path not in self._lines:
+            path = path[:-1]
+        return self._lines.get(path, 1)
+
+    def _convert(self, node: yaml.Node, path: tuple[str, ...], depth: int) -> object:
+        line = node.start_mark.line + 1
+        self._nodes += 1
+        if self._nodes > NODES_MAX or depth > DEPTH_MAX:
+            raise _TextError(line, f"more than {NODES_MAX} values, or nested over {DEPTH_MAX} deep")
+        self._lines.setdefault(path, line)
+        if isinstance(node, yaml.MappingNode):
+            return dict(self._pairs(node, path, depth))
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                self._convert(item, (*path, str(index)), depth + 1)
+                for index, item in enumerate(node.value)
+            ]
+        return _scalar(node)
+
+    def _pairs(
+        self, node: yaml.MappingNode, path: tuple[str, ...], depth: int
+    ) -> Iterator[tuple[str, object]]:
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _TextError(line, "a key must be plain text")
+            key = str(key_node.value)
+            if key in seen:
+                raise _TextError(line, f"key {_shown(key)} is there already, on line {seen[key]}")
+            seen[key] = line
+            self._lines[(*path, key)] = line
+            yield key, self._convert(value_node, (*path, key), depth + 1)
+
+
+class _TextError(Exception):
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _scalar(node: yaml.Node) -> object:
+    """Return null, booleans and numbers as such; everything else, dates too, as its text."""
+    kind = node.tag.rpartition(":")[2]
+    text = str(node.value)
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() in {"yes", "true", "on"}
+    try:
+        if kind == "int":
+            return int(text.replace("_", ""), 10)
+        if kind == "float":
+            return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError:  # 0x1f, 1:30 and the like: text, which the section then refuses or takes
+        return text
+    return text
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file system takes
+        return False

@@ -1,0 +1,180 @@
+"""What a run does next: the table of cases, and what holds in all of them."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ExitStatus
+from paceline.runs.model import Outcome, RestartMode, RoleKind, Slot
+from paceline.runs.plan import (
+    DELAY_S_MAX,
+    Finish,
+    Observation,
+    Phase,
+    Postpone,
+    Retire,
+    SlotView,
+    Start,
+    decide,
+    delay_s,
+)
+
+TRAINER = SlotView(
+    slot=Slot(role="trainer", index=0),
+    kind=RoleKind.TRAINER,
+    restart=RestartMode.NEVER,
+    max_restarts=0,
+    phase=Phase.RUNNING,
+)
+ROLLOUT = SlotView(
+    slot=Slot(role="rollout", index=0),
+    kind=RoleKind.ROLLOUT,
+    restart=RestartMode.ON_FAILURE,
+    max_restarts=2,
+    phase=Phase.RUNNING,
+)
+TASK = replace(ROLLOUT, slot=Slot(role="task", index=0), kind=RoleKind.TASK)
+
+
+def seen(*slots: SlotView, **more: object) -> Observation:
+    return replace(Observation(now_s=100.0, slots=slots), **more)  # type: ignore[arg-type]
+
+
+def ended(view: SlotView, code: int, **more: object) -> SlotView:
+    return replace(view, phase=Phase.EXITED, code=code, **more)  # type: ignore[arg-type]
+
+
+def test_nothing_to_do_while_all_run() -> None:
+    """A run that goes well is left alone."""
+    assert decide(seen(TRAINER, ROLLOUT)) == ()
+
+
+@pytest.mark.parametrize(
+    ("slots", "outcome", "says"),
+    [
+        ((ended(TRAINER, 0), ROLLOUT), Outcome.SUCCEEDED, "trainer-0 is done"),
+        ((ended(TRAINER, 0), ended(ROLLOUT, 9)), Outcome.SUCCEEDED, "trainer-0 is done"),
+        ((ended(TRAINER, 3), ROLLOUT), Outcome.FAILED, "trainer-0 exited with status 3"),
+        ((ended(TRAINER, 137), ROLLOUT), Outcome.FAILED, "trainer-0 ended by signal 9"),
+        ((replace(TRAINER, phase=Phase.LOST), ROLLOUT), Outcome.FAILED, "its machine is gone"),
+        (
+            (TRAINER, ended(ROLLOUT, 1, restarts=2)),
+            Outcome.FAILED,
+            "rollout-0 exited with status 1 after 2 restarts",
+        ),
+        ((ended(TASK, 0),), Outcome.SUCCEEDED, "all roles done"),
+        ((replace(TASK, phase=Phase.DONE), ended(TASK, 0)), Outcome.SUCCEEDED, "all roles done"),
+    ],
+)
+def test_what_ends_a_run(slots: tuple[SlotView, ...], outcome: Outcome, says: str) -> None:
+    """The trainer's end, a role that has used up its restarts, and the end of all tasks."""
+    (finish,) = decide(seen(*slots))
+    assert isinstance(finish, Finish)
+    assert (finish.outcome, says in finish.reason) == (outcome, True)
+
+
+def test_a_rollout_that_died_is_started_again_on_its_machine() -> None:
+    """A process that ended leaves its machine usable."""
+    (action,) = decide(seen(TRAINER, ended(ROLLOUT, 137)))
+    assert action == Postpone(
+        slot=ROLLOUT.slot, delay_s=1.0, replace=False, reason="ended by signal 9"
+    )
+
+
+def test_a_rollout_whose_machine_is_lost_gets_another() -> None:
+    """A machine that does not answer is replaced."""
+    (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, restarts=1)))
+    assert isinstance(action, Postpone)
+    assert (action.replace, action.delay_s) == (True, 2.0)
+
+
+def test_a_postponed_start_waits_for_its_time() -> None:
+    """Backoff is kept, and what was lost is replaced when the time has come."""
+    waiting = replace(ROLLOUT, phase=Phase.WAITING, due_s=101.0, machine_lost=True)
+    assert decide(seen(TRAINER, waiting)) == ()
+    assert decide(seen(TRAINER, waiting, now_s=101.0)) == (Start(slot=ROLLOUT.slot, replace=True),)
+
+
+def test_a_rollout_that_ends_well_stays_ended() -> None:
+    """on-failure means on failure."""
+    assert decide(seen(TRAINER, ended(ROLLOUT, 0))) == (Retire(slot=ROLLOUT.slot),)
+
+
+def test_a_signal_comes_before_everything() -> None:
+    """Whoever asks for an end gets one, with the status that says so."""
+    (finish,) = decide(seen(ended(TRAINER, 3), signal="SIGTERM"))
+    assert isinstance(finish, Finish)
+    assert (finish.status, finish.reason) == (ExitStatus.INTERRUPTED, "stopped by SIGTERM")
+
+
+def test_the_hard_cap_ends_the_run() -> None:
+    """Spending what was allowed is an end, with what to do about it."""
+    (finish,) = decide(seen(TRAINER, spent_usd=2.0, hard_usd=2.0))
+    assert isinstance(finish, Finish)
+    assert "raise budget.hard_usd" in finish.reason
+
+
+VIEWS = st.builds(
+    SlotView,
+    slot=st.builds(Slot, role=st.sampled_from(["a", "b", "trainer"]), index=st.integers(0, 2)),
+    kind=st.sampled_from(RoleKind),
+    restart=st.sampled_from(RestartMode),
+    max_restarts=st.integers(0, 4),
+    phase=st.sampled_from(Phase),
+    code=st.none() | st.integers(0, 255),
+    restarts=st.integers(0, 4),
+    due_s=st.floats(0, 200),
+    machine_lost=st.booleans(),
+)
+OBSERVATIONS = st.builds(
+    Observation,
+    now_s=st.floats(0, 200),
+    slots=st.lists(VIEWS, min_size=1, max_size=5, unique_by=lambda view: view.slot),
+    signal=st.none() | st.sampled_from(["SIGINT", "SIGTERM"]),
+    spent_usd=st.floats(0, 10),
+    hard_usd=st.none() | st.floats(1, 9),
+)
+
+
+@given(OBSERVATIONS)
+def test_rules_that_always_hold(observed: Observation) -> None:
+    """A finish is alone; one action per slot; running slots are left alone; limits are kept."""
+    actions = decide(observed)
+    views = {view.slot: view for view in observed.slots}
+    ends = [action for action in actions if isinstance(action, Finish)]
+    if ends:
+        assert len(actions) == 1
+        failed = ends[0].outcome is not Outcome.SUCCEEDED
+        assert failed == (ends[0].status is not ExitStatus.OK)
+        return
+    assert observed.signal is None
+    touched = [action.slot for action in actions if not isinstance(action, Finish)]
+    assert len(touched) == len(set(touched))
+    for action in actions:
+        assert not isinstance(action, Finish)
+        view = views[action.slot]
+        assert view.phase not in {Phase.RUNNING, Phase.DONE}
+        if isinstance(action, Postpone):
+            assert view.kind is not RoleKind.TRAINER
+            assert view.restarts < view.max_restarts
+            assert action.replace == (view.phase is Phase.LOST)
+        if isinstance(action, Start):
+            assert view.due_s <= observed.now_s
+
+
+@given(OBSERVATIONS)
+def test_no_slot_is_forgotten(observed: Observation) -> None:
+    """Unless the run ends, whatever ended or was lost is acted on in the same look."""
+    actions = decide(observed)
+    if not any(isinstance(action, Finish) for action in actions):
+        acted = {action.slot for action in actions if not isinstance(action, Finish)}
+        ended_now = {v.slot for v in observed.slots if v.phase in {Phase.EXITED, Phase.LOST}}
+        assert ended_now <= acted
+
+
+@given(st.integers(0, 10_000))
+def test_delays_grow_up_to_a_limit(restarts: int) -> None:
+    """Each wait is at least as long as the one before and never longer than the limit."""
+    assert 0 < delay_s(restarts) <= delay_s(restarts + 1) <= DELAY_S_MAX
