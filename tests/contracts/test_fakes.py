@@ -24,7 +24,7 @@ class TestFakeBackend(BackendContract):
             (root / "commands").mkdir(exist_ok=True)
             return LocalRemote(
                 root,
-                machine_id=f"{tmp_path.name}-{h.instance_id}",
+                machine_id=str(root),  # tests that run at the same time have equal names
                 clock=system_clock(),
                 environ=environ(),
                 grace_s=0.5,
