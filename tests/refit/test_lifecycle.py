@@ -1,6 +1,7 @@
 """The table of a weight version's states."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -45,8 +46,14 @@ def test_what_may_be_leased_cannot_be_evicted() -> None:
     assert lifecycle.LEASABLE < lifecycle.RENEWABLE
 
 
+def test_the_specification_shows_the_table() -> None:
+    """The diagram in the docs is what is drawn from the table."""
+    page = Path(__file__).parents[2] / "docs" / "formats" / "control-v1.md"
+    assert f"```mermaid\n{lifecycle.render_mermaid()}```" in page.read_text("utf8")
+
+
 def test_the_diagram_has_every_move() -> None:
-    """The docs' diagram is drawn from the table."""
+    """Beginnings, moves and the end, each on its line."""
     assert lifecycle.render_mermaid() == (
         "stateDiagram-v2\n"
         "    [*] --> STAGING\n"

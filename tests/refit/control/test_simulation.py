@@ -32,6 +32,7 @@ SLOTS = ("a", "b")
 TRAINERS = ("t0", "t1")
 GENERATORS = ("g0", "g1")
 TTL_S = 10
+LEASE_TTL_S = 25
 STAGING_TTL_S = 40
 KEPT_S = 15
 
@@ -131,8 +132,11 @@ class ControlWorld(RuleBasedStateMachine):
     def publish(self, replica: int, data: st.DataObject, slot: str, trainer: str) -> None:
         """Advertise a shard."""
         uid = self.any_version(data)
-        if uid is None:
-            return
+        if uid is not None:
+            self.advertise(replica, uid, slot=slot, trainer=trainer)
+
+    def advertise(self, replica: int, uid: str, *, slot: str, trainer: str) -> None:
+        """Advertise a shard and see that the answer is the one that the model expects."""
         believed = self.versions[uid]
         allowed = self.is_alive(trainer) and believed.state is not VersionState.RELEASING
         shard = Shard(
@@ -156,12 +160,36 @@ class ControlWorld(RuleBasedStateMachine):
             believed.state = VersionState.READY
         assert state is believed.state
 
+    @rule(key=keys, trainer=trainers)
+    def publish_all(self, key: str, trainer: str) -> None:
+        """Do what a trainer's step does: heartbeat, create, every slot, in one go."""
+        self.heartbeat(0, trainer)
+        self.create(0, key, repeat=False)
+        uid = next(uid for uid, believed in self.versions.items() if believed.key == key)
+        for replica, slot in enumerate(SLOTS):
+            self.advertise(replica, uid, slot=slot, trainer=trainer)
+
+    @rule(data=st.data(), generator=generators, retired=st.booleans())
+    def read_ready(self, data: st.DataObject, generator: str, retired: bool) -> None:
+        """Do what a generator's refit begins with; the version may be retired meanwhile."""
+        ready = sorted(u for u, b in self.versions.items() if b.state is VersionState.READY)
+        if ready:
+            uid = data.draw(st.sampled_from(ready))
+            self.heartbeat(1, generator)
+            self.hold(1, uid, generator=generator)
+            if retired:
+                self.ledgers[0].delete_version(uid)
+                self.versions[uid].state = VersionState.RELEASING
+
     @rule(replica=replicas, data=st.data(), generator=generators)
     def lease(self, replica: int, data: st.DataObject, generator: str) -> None:
         """Take or renew a hold."""
         uid = self.any_version(data)
-        if uid is None:
-            return
+        if uid is not None:
+            self.hold(replica, uid, generator=generator)
+
+    def hold(self, replica: int, uid: str, *, generator: str) -> None:
+        """Take or renew a hold and see that the answer is the one that the model expects."""
         believed = self.versions[uid]
         holds = generator in self.live_leases(believed)
         leasable = believed.state is VersionState.READY or (
@@ -170,13 +198,13 @@ class ControlWorld(RuleBasedStateMachine):
         allowed = self.is_alive(generator) and leasable
         try:
             self.ledgers[replica].acquire_lease(
-                version_id=uid, worker_id=generator, ttl_seconds=TTL_S
+                version_id=uid, worker_id=generator, ttl_seconds=LEASE_TTL_S
             )
         except ControlError:
             assert not allowed
             return
         assert allowed
-        believed.leases[generator] = self.now + TTL_S
+        believed.leases[generator] = self.now + LEASE_TTL_S
 
     @rule(replica=replicas, data=st.data(), generator=generators, repeat=st.booleans())
     def give_back(self, replica: int, data: st.DataObject, generator: str, repeat: bool) -> None:
@@ -275,4 +303,4 @@ class ControlWorld(RuleBasedStateMachine):
 
 
 TestControlWorld = ControlWorld.TestCase
-TestControlWorld.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestControlWorld.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
