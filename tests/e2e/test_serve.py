@@ -29,10 +29,7 @@ from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
 pytestmark = pytest.mark.e2e
 
 SOURCES = str(Path(paceline.__file__).parents[1])
-SERVE = (
-    f"import sys; sys.path.insert(0, {SOURCES!r}); from paceline.cli.serve import serve; "
-    "sys.exit(serve.main(standalone_mode=False))"
-)
+SERVE = f"import sys; sys.path.insert(0, {SOURCES!r}); from paceline.cli.main import main; main()"
 DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 TIMEOUT_S = 90.0
 
@@ -80,7 +77,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
     def spawn(index: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "--model", str(model_dir), "--grace", "5"],
+            [sys.executable, "-c", SERVE, "serve", "--model", str(model_dir), "--grace", "5"],
             env={
                 "PACELINE_CONTROL": service.address,
                 "PACELINE_CREDENTIALS": str(credentials),
