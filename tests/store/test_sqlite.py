@@ -141,6 +141,19 @@ def test_a_lock_held_too_long_says_so(path: Path) -> None:
     store.close()
 
 
+def test_a_slow_reader_does_not_hold_up_a_writer(path: Path) -> None:
+    """A commit goes through while another process is in the middle of reading."""
+    store = open_store(path, busy_timeout_s=0.05)
+    store.commit(expect={}, writes={"a": b"1"})
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT value FROM record").fetchall() == [(b"1",)]
+    store.commit(expect={}, writes={"a": b"2"})
+    assert reader.execute("SELECT value FROM record").fetchall() == [(b"1",)]
+    reader.close()
+    store.close()
+
+
 def test_a_full_disk_changes_nothing(path: Path) -> None:
     """When no page can be added the old records stay and the next commit works."""
     store = open_store(path)

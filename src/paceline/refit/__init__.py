@@ -1,5 +1,8 @@
 """Move weight versions from trainers to rollout engines. Re-exports only."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from paceline.refit.errors import (
     ApplyError,
     ControlError,
@@ -32,6 +35,25 @@ from paceline.refit.trainers.protocol import (
     WeightVersionShardManifestPublisher,
 )
 
+if TYPE_CHECKING:
+    from paceline.refit.compose import join_run
+    from paceline.refit.generators.protocol import Sampling
+
+_LATE = {
+    "Sampling": "paceline.refit.generators.protocol",
+    "join_run": "paceline.refit.compose",
+}
+"""Names that are imported when they are used, so that the front door stays light."""
+
+
+def __getattr__(name: str) -> object:
+    """Import one of the late names."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(_LATE[name]), name)
+    return found
+
+
 __all__ = [
     "ApplyError",
     "CompletionFence",
@@ -41,6 +63,7 @@ __all__ = [
     "NixlMetadataProvider",
     "PublishError",
     "RefitError",
+    "Sampling",
     "Shard",
     "StagedWeightVersionShardData",
     "StagingError",
@@ -58,4 +81,5 @@ __all__ = [
     "WeightVersionShardManifest",
     "WeightVersionShardManifestPublisher",
     "WorkerRole",
+    "join_run",
 ]

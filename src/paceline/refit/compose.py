@@ -1,21 +1,46 @@
 """The composition root of refit: the only place that picks stores, clients and servers."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
+from paceline.core.registry import load_entry
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlError, ControlUnavailableError
+from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
+from paceline.refit.generators.registry import ROLLOUT_ENGINES
+from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.refit.transports.registry import OBJECT_READERS, OBJECT_SERVERS
 from paceline.store.protocol import Store
+
+if TYPE_CHECKING:
+    from paceline.refit.publisher import Publisher
+    from paceline.refit.receiver.loop import Receiver
+    from paceline.refit.rollouts import RolloutClient
+
+log = logging.getLogger(__name__)
+_E = TypeVar("_E", bound=Enum)
 
 UID_BYTES = 4
 """Eight hex digits, as the public protocol's service gives out."""
 
 TOKEN_BYTES = 32
+
+RECEIVER_STOP_S = 25.0
+"""Longer than the read of one chunk may take."""
+
+SEED_BYTES = 7
+"""So that a fresh seed fits into 63 bits."""
 
 
 def open_store(url: str, *, clock: Clock) -> Store:
@@ -79,14 +104,13 @@ def start_control_server(
         open_store(store, clock=clock or system.system_clock()),
         nonce=partial(system.new_nonce, UID_BYTES),
     )
-    try:
+    with ExitStack() as undo:
+        undo.callback(ledger.close)
         server = ControlServer(
             ledger, tokens=tokens, listen=listen, allow_plaintext=allow_plaintext
         )
         address = server.start()
-    except BaseException:
-        ledger.close()
-        raise
+        undo.pop_all()
 
     def stop(grace_s: float) -> None:
         server.stop(grace_s)
@@ -167,3 +191,392 @@ def load_credentials(path: Path | None = None) -> auth.Credentials:
             f"this process, or name one"
         )
     return auth.load_credentials(path or Path(named or ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServiceConfig:
+    """What one rollout engine of a run is started with."""
+
+    engine: EngineConfig
+    control: str
+    """Address of the control service, ``host:port``."""
+    model_name: str
+    run_id: str
+    engine_name: str = "transformers"
+    """A name of the registry of rollout engines."""
+    role: str = "rollout"
+    index: int = 0
+    """Which of the role's processes this is; with run, role and a nonce it makes the worker id."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    credentials: Path | None = None
+    """None: where PACELINE_CREDENTIALS points."""
+    max_staleness: int | None = None
+    """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
+    transport: str = "http"
+    allow_plaintext: bool = False
+    control_call_s: float = 5.0
+    """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
+    control_wait_s: float = 30.0
+    """How long the service may take to come up."""
+    grace_s: float = 20.0
+    """How long requests in flight may finish when the engine is stopped."""
+
+
+class EngineService:
+    """A running rollout engine: model, receiver and routes."""
+
+    def __init__(
+        self, *, endpoint: str, worker_id: str, receiver: "Receiver", parts: ExitStack
+    ) -> None:
+        self.endpoint = endpoint
+        self.worker_id = worker_id
+        self._receiver = receiver
+        self._parts = parts
+
+    def health(self) -> EngineHealth:
+        """Return what the engine says of itself."""
+        return self._receiver.health()
+
+    def crash(self) -> str:
+        """Return why the receiver stopped by itself; empty while it works."""
+        return self._receiver.crash
+
+    def stop(self) -> None:
+        """Drain within the grace, then stop everything. Idempotent.
+
+        Raises:
+            DeadlineExceededError: a part did not stop in time; the others did.
+        """
+        self._parts.close()
+
+
+def start_engine(config: EngineServiceConfig) -> EngineService:
+    """Serve a rollout engine that follows its run, in background threads, until ``stop``.
+
+    Returns as soon as the routes answer; until the first version is in they say ``loading``.
+
+    Raises:
+        UsageError, PreflightError: bad options, taken port, no model, no credentials.
+        ControlError: the control service did not answer in time, or refused the token. Like
+            after every other error, nothing is left running.
+    """
+    from paceline.refit.serving.app import ServingParts, build_app
+    from paceline.refit.serving.server import EngineServer
+
+    clock, credentials = system.system_clock(), load_credentials(config.credentials)
+    with ExitStack() as parts:
+        # The port first: it is the cheapest thing that can be wrong.
+        server = EngineServer(host=config.host, port=config.port, clock=clock)
+        parts.callback(server.close, timeout_s=1)
+        control = connect_control(
+            config.control,
+            token=credentials.control_token,
+            timeout_s=config.control_call_s,
+            allow_plaintext=config.allow_plaintext,
+        )
+        parts.callback(control.close)
+        engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
+        engine: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
+        parts.callback(engine.close, timeout_s=10)
+        receiver = _receiver_for(config, control, engine, parts, endpoint=server.endpoint)
+        app = build_app(
+            ServingParts(
+                engine=engine,
+                model_name=config.model_name,
+                token=credentials.data_token,
+                health=receiver.health,
+                figures=receiver.figures,
+                clock=clock,
+                new_id=system.new_nonce,
+            )
+        )
+        _register(receiver, clock=clock, timeout_s=config.control_wait_s)
+        server.start(app, grace_s=config.grace_s)
+        parts.callback(receiver.stop, timeout_s=RECEIVER_STOP_S)
+        receiver.start()
+        parts.callback(server.close, timeout_s=config.grace_s + 5)
+        parts.callback(receiver.drain)
+        return EngineService(
+            endpoint=server.endpoint,
+            worker_id=receiver.worker_id,
+            receiver=receiver,
+            parts=parts.pop_all(),
+        )
+
+
+def _receiver_for(
+    config: EngineServiceConfig,
+    control: ControlPlane,
+    engine: RolloutEngine,
+    parts: ExitStack,
+    *,
+    endpoint: str,
+) -> "Receiver":
+    from paceline.refit.receiver.loop import Receiver, ReceiverConfig
+    from paceline.refit.receiver.standing import StalenessBound
+
+    clock, credentials = system.system_clock(), load_credentials(config.credentials)
+    reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
+    reader = reader_class(token=lambda: credentials.data_token, clock=clock, chance=system.chance)
+    parts.callback(reader.close)
+    name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+    return Receiver(
+        ReceiverConfig(
+            worker_id=name,
+            model_name=config.model_name,
+            run_id=config.run_id,
+            endpoint=endpoint,
+            bound=StalenessBound(versions=config.max_staleness),
+        ),
+        control=control,
+        engine=engine,
+        reader=reader,
+        clock=clock,
+        chance=system.chance,
+    )
+
+
+def _register(receiver: "Receiver", *, clock: Clock, timeout_s: float) -> None:
+    """Register, waiting for a service that is not up yet; a refused token is final."""
+    deadline = clock.monotonic() + timeout_s
+    while True:
+        try:
+            receiver.register()
+        except ControlUnavailableError:
+            if clock.monotonic() >= deadline:
+                raise
+            clock.sleep(0.5)
+        else:
+            return
+
+
+def _new_seed() -> int:
+    return int(system.new_nonce(SEED_BYTES), 16)
+
+
+def connect_rollouts(
+    control: ControlPlane,
+    *,
+    model_name: str,
+    run_id: str,
+    max_staleness: int,
+    credentials: Path | None = None,
+) -> "RolloutClient":
+    """Return a client of the run's rollout engines, as the control service knows them.
+
+    Args:
+        control: of the caller, who closes it after the client.
+        model_name: what the engines serve.
+        run_id: whose versions count.
+        max_staleness: how many sequences behind the newest an engine may be.
+        credentials: None: where PACELINE_CREDENTIALS points.
+
+    Raises:
+        PreflightError: no credentials.
+    """
+    from paceline.refit.rollouts import RolloutClient, RolloutConfig, fleet_of
+
+    config = RolloutConfig(
+        max_staleness=max_staleness,
+        token=load_credentials(credentials).data_token,
+        model_name=model_name,
+    )
+    return RolloutClient(
+        config,
+        fleet=fleet_of(control, model_name=model_name, run_id=run_id),
+        clock=system.system_clock(),
+        chance=system.chance,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a role process of a run is told through its environment."""
+
+    run_id: str
+    model_name: str
+    control: str
+    """Address of the control service, ``host:port``."""
+    role: str = "trainer"
+    index: int = 0
+    payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
+    staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    anchor_every: int = 8
+    max_staleness: int = 2
+    host: str = "127.0.0.1"
+    """Where this process listens, and how others reach it."""
+    out: Path = Path("out")
+    """What is written there is pulled when the run ends."""
+
+
+def run_settings(environ: Mapping[str, str]) -> RunSettings:
+    """Read the PACELINE_ variables of a role process.
+
+    Raises:
+        PreflightError: one that is needed is missing.
+        UsageError: one says something that it cannot say.
+    """
+    missing = [name for name in _NEEDED if not environ.get(name)]
+    if missing:
+        raise PreflightError(
+            f"this process is not part of a run: {', '.join(missing)} not set; start it from a job "
+            "file with `paceline up`, or set what docs/guides/refit-alone.md lists"
+        )
+    given = {
+        field: convert(environ[name])
+        for name, (field, convert) in _VARIABLES.items()
+        if environ.get(name)
+    }
+    return RunSettings(**given)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise UsageError(f"{text!r} in a PACELINE_ variable is no whole number") from exc
+
+
+def _payload(text: str) -> WeightPayloadFormat:
+    return _member(WeightPayloadFormat, text)
+
+
+def _staging(text: str) -> TrainerStagingMode:
+    return _member(TrainerStagingMode, text)
+
+
+def _member(enum: type[_E], text: str) -> _E:
+    try:
+        return enum(text)
+    except ValueError as exc:
+        known = ", ".join(str(each.value) for each in enum)
+        raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
+
+
+_NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "PACELINE_RUN_ID": ("run_id", str),
+    "PACELINE_MODEL": ("model_name", str),
+    "PACELINE_CONTROL": ("control", str),
+    "PACELINE_ROLE": ("role", str),
+    "PACELINE_INDEX": ("index", _number),
+    "PACELINE_PAYLOAD": ("payload_format", _payload),
+    "PACELINE_STAGING": ("staging_mode", _staging),
+    "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
+    "PACELINE_MAX_STALENESS": ("max_staleness", _number),
+    "PACELINE_HOST": ("host", str),
+    "PACELINE_OUT": ("out", Path),
+}
+
+
+class TrainerConnection:
+    """A trainer process's ways into its run: publish weights, get rollouts, tell what happens."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        control: ControlPlane,
+        credentials: auth.Credentials,
+        parts: ExitStack,
+    ) -> None:
+        self.settings = settings
+        self.worker_id = f"{settings.run_id}-{settings.role}-{settings.index}-{system.new_nonce()}"
+        self._control = control
+        self._credentials = credentials
+        self._parts = parts
+        self._clock = system.system_clock()
+
+    @property
+    def out(self) -> Path:
+        """Where artifacts go; made on first use."""
+        self.settings.out.mkdir(parents=True, exist_ok=True)
+        return self.settings.out
+
+    def publisher(
+        self, tensors: object, *, wire_dtypes: Mapping[str, str] | None = None
+    ) -> "Publisher":
+        """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
+
+        Args:
+            tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
+            wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
+                behind bf16 engines. Nothing is cast that is not named here.
+
+        Raises:
+            MissingExtraError: torch is not installed.
+            PreflightError: the port cannot be listened on.
+            ValueError: the tensors or the policy do not fit.
+        """
+        from paceline.refit.publisher import Publisher, PublisherOptions
+
+        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
+        trainer.bind_tensors(tensors)
+        server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
+        server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)
+        self._parts.callback(server.close)
+        return Publisher(
+            control=self._control,
+            trainer=trainer,
+            source=server,
+            clock=self._clock,
+            options=PublisherOptions(
+                model_name=self.settings.model_name,
+                run_id=self.settings.run_id,
+                worker_id=self.worker_id,
+                staging_mode=self.settings.staging_mode,
+                payload_format=self.settings.payload_format,
+                anchor_every=self.settings.anchor_every,
+            ),
+            notify=self.notify,
+        )
+
+    def rollouts(self) -> "RolloutClient":
+        """Return a client of the run's rollout engines; closed with the connection."""
+        from paceline.refit.rollouts import RolloutClient, RolloutConfig, fleet_of
+
+        client = RolloutClient(
+            RolloutConfig(
+                max_staleness=self.settings.max_staleness,
+                token=self._credentials.data_token,
+                model_name=self.settings.model_name,
+            ),
+            fleet=fleet_of(
+                self._control, model_name=self.settings.model_name, run_id=self.settings.run_id
+            ),
+            clock=self._clock,
+            chance=system.chance,
+        )
+        self._parts.callback(client.close)
+        return client
+
+    def notify(self, name: str, fields: Mapping[str, object]) -> None:
+        """Tell the run of an event, see telemetry/events.py; a lost one is logged, no more."""
+        event = Event(
+            worker_id=self.worker_id,
+            name=name,
+            at_unix_ms=int(self._clock.time() * 1000),
+            fields=dict(fields),
+        )
+        try:
+            self._control.record_event(event)
+        except ControlError as exc:
+            log.warning("event %s was not recorded: %s", name, exc)
+
+
+@contextmanager
+def join_run(settings: RunSettings | None = None) -> Iterator[TrainerConnection]:
+    """Connect this trainer process to its run, as the environment names it.
+
+    Raises:
+        PreflightError: not part of a run, or no credentials.
+        UsageError: a variable or address is malformed.
+    """
+    settings = settings or run_settings(system.environ())
+    credentials = load_credentials()
+    with ExitStack() as parts:
+        control = connect_control(settings.control, token=credentials.control_token)
+        parts.callback(control.close)
+        yield TrainerConnection(settings, control=control, credentials=credentials, parts=parts)

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from paceline.core.errors import ExitStatus, PacelineError
+from paceline.core.errors import ExitStatus, PacelineError, UsageError
 
 
 class RefitError(PacelineError):
@@ -37,6 +37,26 @@ class UncertainStateError(RefitError):
 
 class StaleVersionError(RefitError):
     """The version asked for is older than allowed, or no longer kept."""
+
+
+class BadRequestError(UsageError):
+    """A rollout request cannot be served as it is; ``field`` names what to change."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+
+class EngineBusyError(RefitError):
+    """The rollout engine's queue is full: try another engine, or this one later."""
+
+
+class EngineNotReadyError(RefitError):
+    """The rollout engine serves no version now: try another engine, or this one later."""
+
+
+class GenerationError(RefitError):
+    """The model failed while it generated; the same request elsewhere may succeed."""
 
 
 class ParseReason(StrEnum):

@@ -26,7 +26,8 @@ class MachineState(StrEnum):
     GONE = "gone"
     """A read after the order to go said that it does not exist."""
     NEVER_CREATED = "never_created"
-    """Nothing under its label exists, and long enough has passed to believe it."""
+    """Nothing under its label exists, and long enough has passed to believe it. One that was
+    created and vanished before anybody could look is not told apart, and its cost not known."""
 
 
 MOVES: Final = MappingProxyType(

@@ -14,9 +14,7 @@ from paceline.refit.wire.convert import parse_fields, render_fields
 
 def put_report(tx: Transaction, report: InstalledReport) -> None:
     """Write a generator's report over the one before."""
-    key = records.report_key(report.model_name, report.worker_id)
-    tx.get(key)
-    tx.put(key, records.encode(report))
+    tx.put(records.report_key(report.model_name, report.worker_id), records.encode(report))
 
 
 def list_reports(tx: Transaction, model_name: str, *, live_only: bool) -> Sequence[InstalledReport]:
@@ -46,7 +44,6 @@ def append_event(tx: Transaction, event: Event, *, limits: Limits) -> None:
     head = _read_head(tx)
     index = head.last + 1
     key = records.event_key(index)
-    tx.get(key)
     tx.put(key, records.encode_event(event, index=index))
     tx.put(twin, records.encode_text(key))
     first = head.first
@@ -60,9 +57,7 @@ def _drop_event(tx: Transaction, index: int) -> None:
     key = records.event_key(index)
     value = tx.get(key)
     if value is not None:
-        twin = records.event_twin_key(records.decode_event(value))
-        tx.get(twin)
-        tx.delete(twin)
+        tx.delete(records.event_twin_key(records.decode_event(value)))
         tx.delete(key)
 
 

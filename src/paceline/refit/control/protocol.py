@@ -25,7 +25,11 @@ from paceline.refit.model import (
 
 
 class ControlPlane(Protocol):
-    """Versions, shards, workers, leases, and who serves what."""
+    """Versions, shards, workers, leases, and who serves what.
+
+    A version's description is in the answers of get_version, list_versions and
+    describe_version; the public protocol has no room for it, so the others may lack it.
+    """
 
     def register_worker(
         self, registration: WorkerRegistration, *, ttl_seconds: int
@@ -125,7 +129,11 @@ class ControlPlane(Protocol):
         ...
 
     def list_events(self, *, after: int = 0, limit: int = 1000) -> Sequence[Event]:
-        """Return events whose index is greater than ``after``, in order."""
+        """Return events whose index is greater than ``after``, in order.
+
+        At most ``limit``, and fewer where the reply would get large: go on from the last one
+        until nothing comes.
+        """
         ...
 
     def close(self) -> None:

@@ -81,7 +81,6 @@ def _surplus_reports(store: Store, limits: Limits) -> Sequence[str]:
 
 def _reap_reports(tx: Transaction, keys: Sequence[str]) -> Reaped:
     for key in keys:
-        tx.get(key)
         tx.delete(key)
     return Reaped(reports=len(keys))
 
@@ -123,9 +122,7 @@ def _evict_orphans(tx: Transaction, uid: str) -> tuple[int, int]:
 
 def _remove_version(tx: Transaction, record: VersionRecord) -> None:
     version = record.version
-    name = records.idempotency_key(version.model_name, version.idempotency_key)
-    tx.get(name)
-    tx.delete(name)
+    tx.delete(records.idempotency_key(version.model_name, version.idempotency_key))
     tx.delete(records.version_key(version.uid))
     head = read_versions_head(tx)
     tx.put(records.VERSIONS_HEAD, records.encode(replace(head, kept=head.kept - 1)))

@@ -31,9 +31,16 @@ _CODES: Final[tuple[tuple[type[PacelineError], grpc.StatusCode], ...]] = (
     (StoreError, grpc.StatusCode.UNAVAILABLE),
     (DamagedRecordError, grpc.StatusCode.INTERNAL),
 )
-"""Subclasses first. StoreError is the service's own trouble: to a client it is unavailable."""
+"""Subclasses first."""
 
-_ERRORS: Final = {code: kind for kind, code in _CODES if issubclass(kind, ControlError)}
+_OURS_ALONE: Final = (StoreError, DamagedRecordError)
+"""A client hears that the service is unavailable or has failed; the store is not its affair."""
+
+_ERRORS: Final = {
+    code: kind
+    for kind, code in _CODES
+    if issubclass(kind, ControlError) and kind not in _OURS_ALONE
+}
 
 _ADVICE: Final = {
     grpc.StatusCode.UNAVAILABLE: (

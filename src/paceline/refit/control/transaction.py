@@ -44,23 +44,19 @@ class Transaction:
         return records
 
     def put(self, key: str, value: bytes) -> None:
-        """Write ``value`` at the commit; ``key`` must have been read."""
-        self._require_read(key)
+        """Write ``value`` at the commit, over what was read under ``key`` or is there now."""
+        self.get(key)
         self._writes[key] = value
 
     def delete(self, key: str) -> None:
-        """Remove ``key`` at the commit; it must have been read."""
-        self._require_read(key)
+        """Remove ``key`` at the commit, on the same terms."""
+        self.get(key)
         self._writes[key] = None
 
     def commit(self) -> None:
         """Do all of it or nothing. Raises ConflictError, StoreError."""
         if self._writes:
             self._store.commit(expect=self._expect, writes=self._writes)
-
-    def _require_read(self, key: str) -> None:
-        if key not in self._expect:
-            raise AssertionError(f"{key} is written without having been read")
 
 
 def transact(store: Store, decide: Callable[[Transaction], T]) -> T:

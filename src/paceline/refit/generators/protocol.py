@@ -1,9 +1,19 @@
-"""What a rollout engine signs so that verified weights can become its live parameters."""
+"""What a rollout engine signs: verified weights become its parameters, and it generates tokens.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+``GeneratorEngineAdapter`` is the half that the receiver needs, ``RolloutEngine`` adds what the
+serving routes need. The values of the second half are also what the rollout client speaks.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
+from paceline.core.errors import UsageError
+from paceline.refit.errors import BadRequestError
 from paceline.refit.model import TensorBuffer
 
 
@@ -41,7 +51,8 @@ class GeneratorEngineAdapter(Protocol):
         """Run ``write`` while no forward pass runs and return the seconds no pass could start.
 
         If ``write`` returns, ``installed`` is what the engine serves from the next pass on
-        (None: it must refuse to serve). If it raises, the label stays and the error passes.
+        (None: it must refuse to serve). If it raises, the label stays and the error passes;
+        after an UncertainStateError there is no label any more, before another pass can start.
 
         Raises:
             DeadlineExceededError: no safe point within ``timeout_s``; ``write`` did not run.
@@ -50,4 +61,172 @@ class GeneratorEngineAdapter(Protocol):
 
     def installed(self) -> InstalledVersion | None:
         """Return what is served, None before the first install or in an uncertain state."""
+        ...
+
+
+class EngineState(StrEnum):
+    """What a rollout engine tells whoever wants to send it work."""
+
+    LOADING = "loading"
+    """No version is installed yet."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It finishes what it has and takes nothing new."""
+    STALE = "stale"
+    """What it serves is older than the bound, or nobody could say for too long."""
+    FAILED = "failed"
+    """Its parameters are uncertain; it refuses until a full version is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """An engine's state, what it has installed, and why it is so."""
+
+    state: EngineState
+    installed: InstalledVersion | None
+    reason: str = ""
+
+
+PROMPT_STRIDE = 2**32
+"""Seeds of one call's prompts are this far apart, far beyond the choices of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; checked when made, so that an engine never meets a bad one."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Only the k most likely tokens; 0 is no limit."""
+    n: int = 1
+    """Choices per prompt."""
+    seed: int | None = None
+    """Makes the choices repeatable with the same weights; each choice has its own stream."""
+    stop: tuple[str, ...] = ()
+    """Text that ends a choice. Its tokens stay in the choice, its text does not."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a choice, beside the model's own end token; they stay in it."""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or a finite positive number"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            ("stop", all(self.stop), "made of texts that are not empty"),
+        )
+        for field, is_good, wanted in checks:
+            if not is_good:
+                raise BadRequestError(field, f"must be {wanted}")
+
+    def for_prompt(self, index: int) -> "Sampling":
+        """Return the same with a seed of its own for the ``index``-th of several prompts.
+
+        Otherwise equal prompts of one call would get equal choices.
+        """
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + index * PROMPT_STRIDE) % 2**63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built from; the implementation is picked by name."""
+
+    model_dir: Path
+    """A directory with ``config.json`` and a tokenizer; weights come as versions."""
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int = 1
+    """Of the math library."""
+    max_batch: int = 32
+    """Choices that are generated together."""
+    max_waiting: int = 256
+    """Prompts that may wait for a place; more are refused."""
+
+    def __post_init__(self) -> None:
+        for field in ("threads", "max_batch", "max_waiting"):
+            if getattr(self, field) < 1:
+                raise UsageError(f"{field} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Which weights produced tokens ``start`` (inclusive) to ``end`` (exclusive) of a choice."""
+
+    installed: InstalledVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One continuation of a prompt."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural logarithm of each token's probability under softmax(logits / temperature), before
+    top_k and top_p cut anything off: the behaviour policy that importance sampling divides by.
+    Greedy choices report softmax(logits)."""
+    text: str
+    finish_reason: str
+    """stop | length"""
+    spans: tuple[VersionSpan, ...]
+    """In order, without gaps, from 0 to the number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """All choices for one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How much an engine has to do."""
+
+    running: int
+    """Choices in the batch."""
+    waiting: int
+    """Prompts in the queue."""
+
+
+class RolloutEngine(GeneratorEngineAdapter, Protocol):
+    """An engine that also generates. Every method may be called from any thread."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special ones added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
+        ...
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Generation]":
+        """Queue one prompt and return at once. Cancelling the future frees its place.
+
+        The future raises EngineNotReadyError when the engine stops serving meanwhile, and
+        GenerationError when the model fails.
+
+        Raises:
+            BadRequestError: empty or too long a prompt, an unknown token, too many choices.
+            EngineBusyError: the queue is full; nothing was queued.
+            EngineNotReadyError: nothing is installed, or the engine is closed.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return what runs and what waits; no I/O."""
+        ...
+
+    def close(self, *, timeout_s: float) -> None:
+        """Stop; what has not finished fails with EngineNotReadyError. Idempotent."""
         ...

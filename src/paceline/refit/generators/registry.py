@@ -3,6 +3,8 @@
 from paceline.core.registry import LazyEntry
 
 ROLLOUT_ENGINES: dict[str, LazyEntry] = {
-    "transformers": LazyEntry("paceline.refit.generators.transformers", "TransformersEngine", "hf"),
+    "transformers": LazyEntry(
+        "paceline.refit.generators.transformers.engine", "TransformersEngine", "hf"
+    ),
 }
-"""Name -> class that signs GeneratorEngineAdapter and generates tokens."""
+"""Name -> class that signs RolloutEngine."""

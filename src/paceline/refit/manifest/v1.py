@@ -40,6 +40,7 @@ class Segment:
     offset: int
     num_bytes: int
     changed_elements: int
+    """Elements of the tensor whose bits differ from the base; all of them in a full payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +58,6 @@ class Manifest:
     aliases: tuple[tuple[str, str], ...]
     """(further name, canonical name) of tied tensors, sorted."""
     objects: tuple[PayloadObject, ...]
+    """Sorted by object id."""
     segments: tuple[Segment, ...]
     """Sorted by tensor name, at most one per tensor."""

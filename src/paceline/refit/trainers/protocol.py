@@ -125,3 +125,12 @@ class SupportsChain(Protocol):
     def release_staged(self, staged: StagedWeightVersionShardData) -> None:
         """Give the buffers of a released version back to the ring."""
         ...
+
+
+@runtime_checkable
+class SupportsAnchors(Protocol):
+    """A trainer adapter that can stage what it committed last as a full version, uncopied."""
+
+    def stage_committed(self) -> StagedWeightVersionShardData:
+        """Stage the last committed weights as FULL_TENSOR. Raises ValueError without any."""
+        ...

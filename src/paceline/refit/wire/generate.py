@@ -1,4 +1,4 @@
-"""Write ``*_pb2.py`` and ``*_pb2.pyi`` beside the .proto files: run with ``python -m``.
+"""Write ``*_pb2.py`` and ``*_pb2.pyi`` beside the .proto files; ``--check`` only compares.
 
 Needs exactly the grpcio-tools below: generated code refuses a protobuf runtime older than its
 compiler, so it is the oldest release that our dependencies admit. No ``*_pb2_grpc.py`` is
@@ -7,8 +7,10 @@ free of the check that ties such files to a grpcio release.
 """
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from paceline.core.errors import PreflightError
 
@@ -64,7 +66,34 @@ def use_own_pool(text: str) -> str:
     return text
 
 
+def stale_files(source_root: Path) -> tuple[str, ...]:
+    """Return the generated files that are not what their .proto gives; writes nothing there."""
+    with TemporaryDirectory() as folder:
+        fresh_root = Path(folder)
+        generate(source_root, target_root=fresh_root)
+        names = [f"{name}_pb2{end}" for name in PROTO_NAMES for end in (".py", ".pyi")]
+        return tuple(
+            name
+            for name in names
+            if _text(source_root / PACKAGE_DIR / name) != _text(fresh_root / PACKAGE_DIR / name)
+        )
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf8") if path.exists() else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Generate or, with ``--check``, compare; return the exit status."""
+    source_root = Path(__file__).resolve().parents[3]
+    if "--check" not in arguments:
+        generate(source_root, target_root=source_root)
+        return 0
+    stale = stale_files(source_root)
+    if stale:
+        sys.stderr.write(f"stale: {', '.join(stale)}; run: make proto\n")
+    return 1 if stale else 0
+
+
 if __name__ == "__main__":
-    _root = Path(__file__).resolve().parents[3]
-    generate(_root, target_root=_root)
-    sys.stdout.write(f"generated {', '.join(PROTO_NAMES)} under {_root / PACKAGE_DIR}\n")
+    sys.exit(main(sys.argv[1:]))

@@ -46,6 +46,14 @@ def default_parts() -> Parts:
         nonce=system.new_nonce,
         num_cpus=os.cpu_count() or 1,
         interpreter_dir=Path(sys.executable).parent,
-        working_dir=Path.cwd(),
+        working_dir=_working_dir(),
         process_remote=process_remote,
     )
+
+
+def _working_dir() -> Path:
+    """Return the current directory, or the root where it was removed under us."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")

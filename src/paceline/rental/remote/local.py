@@ -5,6 +5,7 @@ number goes into ``<root>/commands``, and only then the line is written. Whoever
 killed starter finds all of the machine's processes there and by the mark in their environment.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -131,9 +132,9 @@ class LocalRemote:
 
     def close(self, *, force: bool) -> None:
         """Move the command records away, so that none can be added, and end what they name."""
-        commands = self._root / COMMANDS
-        if commands.is_dir():
-            commands.rename(self._root / _CLOSED)
+        # Closed before, perhaps by somebody who was killed: then only the ending is left.
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / COMMANDS).rename(self._root / _CLOSED)
         try:
             end_processes(
                 self._processes, clock=self._clock, grace_s=0.0 if force else self._grace_s

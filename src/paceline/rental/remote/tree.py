@@ -111,7 +111,7 @@ class _Copy:
             dst.unlink()
             return
         self._delete_others(dst, f"{path}/", set())
-        if not any(os.scandir(dst)):
+        if next(dst.iterdir(), None) is None:
             dst.rmdir()
 
     def _excludes(self, entry: os.DirEntry[str], prefix: str) -> bool:

@@ -150,8 +150,8 @@ class LocalBackend:
         if root is None:
             _log.warning("local machine %s is gone already; nothing to tear down", h.instance_id)
             return
-        self._remote(h).close(force=force)
         try:
+            self._remote(h).close(force=force)
             with self._locked():
                 # Another teardown may have been quicker; then there is nothing left to do.
                 with contextlib.suppress(FileNotFoundError):
@@ -159,8 +159,8 @@ class LocalBackend:
                 self._sweep()
         except OSError as exc:
             raise BackendError(
-                f"local machine {h.instance_id}: its processes have ended and its directory "
-                f"cannot be removed: {exc}; mend that and tear down again"
+                f"local machine {h.instance_id}: its directory cannot be removed: {exc}; mend "
+                "that and tear down again"
             ) from exc
 
     def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:

@@ -1,0 +1,87 @@
+"""``paceline serve``: a rollout engine that follows its run."""
+
+import json
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from paceline.core.errors import ExitStatus
+from paceline.refit.errors import RefitError
+
+CRASH_LOOK_S = 0.5
+"""How often the foreground looks whether the receiver still lives."""
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--engine", "engine_name", default="transformers", help="Which rollout engine.")
+@click.option(
+    "--model",
+    "model_dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory with config.json and a tokenizer; weights come from the trainer.",
+)
+@click.option("--dtype", default="bfloat16", help="Of the parameters; must be the trainer's.")
+@click.option("--device", default="cpu", help="Where the model runs.")
+@click.option("--threads", default=1, help="Threads of the math library.")
+@click.option("--max-batch", default=32, help="Choices generated together.")
+@click.option("--max-waiting", default=256, help="Prompts in the queue; more are refused.")
+@click.option("--host", envvar="PACELINE_HOST", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=0, help="Port to listen on; 0 takes a free one.")
+@click.option("--control", envvar="PACELINE_CONTROL", required=True, help="HOST:PORT.")
+@click.option(
+    "--credentials",
+    envvar="PACELINE_CREDENTIALS",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="This process's credentials file, mode 0600.",
+)
+@click.option("--model-name", envvar="PACELINE_MODEL", required=True, help="As the run calls it.")
+@click.option("--run-id", envvar="PACELINE_RUN_ID", required=True, help="Whose versions to follow.")
+@click.option("--role", envvar="PACELINE_ROLE", default="rollout", help="Role in the job file.")
+@click.option("--index", envvar="PACELINE_INDEX", default=0, help="Which process of the role.")
+@click.option(
+    "--max-staleness",
+    envvar="PACELINE_MAX_STALENESS",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Versions behind the newest at which it refuses to serve; default: no limit.",
+)
+@click.option("--grace", "grace_s", default=20.0, help="Seconds for requests in flight at the end.")
+@click.option(
+    "--insecure-plaintext", is_flag=True, help="Admit a control service on another machine."
+)
+def serve(**options: Any) -> int:
+    """Generate with the newest weights of a run; SIGTERM or Ctrl-C drains and ends it.
+
+    Prints one JSON line with its address as soon as its routes answer. Options that a run sets
+    for its processes are read from the environment.
+    """
+    from paceline.refit import compose
+    from paceline.refit.generators.protocol import EngineConfig
+
+    engine_fields = ("model_dir", "dtype", "device", "threads", "max_batch", "max_waiting")
+    engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
+    allow_plaintext = options.pop("insecure_plaintext")
+    config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)
+    stopping = threading.Event()
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    service = compose.start_engine(config)
+    try:
+        shown = {"endpoint": service.endpoint, "worker_id": service.worker_id}
+        click.echo(json.dumps(shown))
+        while not stopping.wait(CRASH_LOOK_S):
+            if service.crash():
+                raise RefitError(f"the receiver stopped, restart this engine: {service.crash()}")
+    finally:
+        service.stop()
+    return int(ExitStatus.OK)

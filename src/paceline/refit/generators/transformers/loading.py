@@ -1,0 +1,69 @@
+"""From a directory to a model that has no weights yet, a tokenizer and the limits of both."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from paceline.core.errors import PreflightError, UsageError
+from paceline.refit.generators.protocol import EngineConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Layers whose state is keys and values per position, which is what the batch can pad and cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in evaluation mode and what one must know to run it."""
+
+    model: torch.nn.Module
+    tokenizer: Any
+    vocabulary_size: int
+    context_size: int
+    end_ids: frozenset[int]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Build the model of ``config.model_dir``; its parameters are random until a version is in.
+
+    Never touches the network and never runs code from the directory.
+
+    Raises:
+        UsageError: unknown dtype or device.
+        PreflightError: no usable model or tokenizer there.
+    """
+    dtype = DTYPES.get(config.dtype)
+    if dtype is None:
+        raise UsageError(f"unknown dtype {config.dtype!r}; known: {', '.join(sorted(DTYPES))}")
+    if config.device != "cpu":
+        # The receiver writes and proves host bytes; a device copy would be a second truth.
+        raise UsageError(f"engine 'transformers' runs on device 'cpu', not on {config.device!r}")
+    try:
+        described = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(config.model_dir, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(described, dtype=dtype)
+    except (OSError, ValueError, KeyError) as exc:
+        raise PreflightError(
+            f"{config.model_dir} does not hold a model that transformers can build "
+            f"(config.json and a tokenizer are needed): {exc}"
+        ) from exc
+    foreign = set(getattr(described, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if foreign:
+        raise PreflightError(f"layers of kind {', '.join(sorted(foreign))} are not supported")
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        vocabulary_size=int(described.vocab_size),
+        context_size=int(described.max_position_embeddings),
+        end_ids=_end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id),
+    )
+
+
+def _end_ids(*sources: int | list[int] | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in sources:
+        ids.update(source if isinstance(source, list) else () if source is None else (source,))
+    return frozenset(ids)

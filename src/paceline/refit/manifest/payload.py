@@ -1,0 +1,97 @@
+"""Payload objects: their header, their chunk hashes, and the proof that bytes are an object."""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from paceline.refit.errors import ParseError, ParseReason, VerifyError
+from paceline.refit.manifest.v1 import PayloadObject
+from paceline.refit.model import WeightPayloadFormat
+
+HEADER_BYTES = 64
+ALIGNMENT = 64
+"""Offsets of full tensors inside an object, so that they can be used where they lie."""
+CHUNK_BYTES = 4 * 2**20
+"""What a publisher uses: small enough to retry cheaply, large enough for few hashes."""
+
+_MAGIC = b"PACELINE"
+_SCHEMA = 1
+_KINDS = {WeightPayloadFormat.FULL_TENSOR: 0, WeightPayloadFormat.XOR_DELTA: 1}
+_HEADER = struct.Struct("<8sHH")
+
+
+def render_header(payload_format: WeightPayloadFormat) -> bytes:
+    """Return the 64 bytes that every payload object starts with."""
+    head = _HEADER.pack(_MAGIC, _SCHEMA, _KINDS[payload_format])
+    return head.ljust(HEADER_BYTES, b"\0")
+
+
+def check_header(data: memoryview, payload_format: WeightPayloadFormat) -> None:
+    """Refuse an object that is not of this schema and payload format. Raises ParseError."""
+    where = "payload.header"
+    if len(data) < HEADER_BYTES:
+        raise ParseError(ParseReason.TRUNCATED, where, f"{len(data)} bytes")
+    magic, schema, kind = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ParseError(ParseReason.BAD_MAGIC, where)
+    if schema != _SCHEMA:
+        raise ParseError(ParseReason.UNKNOWN_SCHEMA, where, f"schema {schema}")
+    if kind != _KINDS[payload_format]:
+        raise ParseError(ParseReason.INCONSISTENT, where, f"kind {kind} in {payload_format.value}")
+    if any(data[_HEADER.size : HEADER_BYTES]):
+        raise ParseError(ParseReason.NOT_CANONICAL, where, "reserved bytes are not zero")
+
+
+def describe_object(
+    parts: Sequence[memoryview], *, chunk_bytes: int = CHUNK_BYTES
+) -> PayloadObject:
+    """Hash the concatenation of ``parts`` chunk by chunk, without joining them."""
+    hashes = tuple(_hash_chunks(parts, chunk_bytes))
+    return PayloadObject(
+        object_id=object_id_of(hashes),
+        num_bytes=sum(part.nbytes for part in parts),
+        chunk_bytes=chunk_bytes,
+        chunk_sha256=hashes,
+    )
+
+
+def object_id_of(chunk_sha256: Sequence[str]) -> str:
+    """Return the id that proves these chunk hashes: SHA-256 over their binary forms in order."""
+    return hashlib.sha256(b"".join(bytes.fromhex(text) for text in chunk_sha256)).hexdigest()
+
+
+def verify_chunk(item: PayloadObject, index: int, data: memoryview) -> None:
+    """Refuse bytes that are not chunk ``index`` of the object. Raises VerifyError."""
+    if hashlib.sha256(data).hexdigest() != item.chunk_sha256[index]:
+        raise VerifyError(
+            f"object {item.object_id[:12]}: chunk {index} does not have its hash; "
+            "fetch it again from another source"
+        )
+
+
+def verify_object(item: PayloadObject, data: memoryview) -> None:
+    """Refuse bytes that are not the whole object. Raises VerifyError."""
+    if data.nbytes != item.num_bytes:
+        raise VerifyError(
+            f"object {item.object_id[:12]}: {data.nbytes} bytes instead of {item.num_bytes}"
+        )
+    edges = [*range(0, item.num_bytes, item.chunk_bytes), item.num_bytes]
+    for index, (start, stop) in enumerate(pairwise(edges)):
+        verify_chunk(item, index, data[start:stop])
+
+
+def _hash_chunks(parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[str]:
+    hasher, filled = hashlib.sha256(), 0
+    for part in parts:
+        flat, start = part.cast("B"), 0
+        while start < len(flat):
+            piece = flat[start : start + chunk_bytes - filled]
+            hasher.update(piece)
+            start += len(piece)
+            filled += len(piece)
+            if filled == chunk_bytes:
+                yield hasher.hexdigest()
+                hasher, filled = hashlib.sha256(), 0
+    if filled:
+        yield hasher.hexdigest()

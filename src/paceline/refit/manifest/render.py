@@ -1,0 +1,53 @@
+"""Manifest -> its one canonical byte string."""
+
+import json
+
+from paceline.refit.manifest.v1 import SCHEMA, Manifest, PayloadObject, Segment
+from paceline.refit.model import TensorEntry
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """Return ASCII JSON with sorted keys and no spaces; equal manifests give equal bytes."""
+    document = {
+        "schema": SCHEMA,
+        "payload_format": manifest.payload_format.value,
+        "source_slot_id": manifest.source_slot_id,
+        "base_root": manifest.base_root,
+        "root_digest": manifest.root_digest,
+        "tensors": [_tensor(entry) for entry in manifest.tensors],
+        "aliases": [list(pair) for pair in manifest.aliases],
+        "objects": [_object(item) for item in manifest.objects],
+        "segments": [_segment(segment) for segment in manifest.segments],
+    }
+    text = json.dumps(document, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    return text.encode("ascii")
+
+
+def _tensor(entry: TensorEntry) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "digest": entry.digest,
+        "num_bytes": entry.num_bytes,
+    }
+
+
+def _object(item: PayloadObject) -> dict[str, object]:
+    return {
+        "object_id": item.object_id,
+        "num_bytes": item.num_bytes,
+        "chunk_bytes": item.chunk_bytes,
+        "chunk_sha256": list(item.chunk_sha256),
+    }
+
+
+def _segment(segment: Segment) -> dict[str, object]:
+    return {
+        "tensor": segment.tensor,
+        "scheme": segment.scheme.value,
+        "object_id": segment.object_id,
+        "offset": segment.offset,
+        "num_bytes": segment.num_bytes,
+        "changed_elements": segment.changed_elements,
+    }

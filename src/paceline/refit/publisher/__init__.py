@@ -1,0 +1,19 @@
+"""A training loop's way to publish: start, publish after a step, close."""
+
+from paceline.refit.publisher.publish import Publisher
+from paceline.refit.publisher.values import (
+    Notify,
+    PublishedVersion,
+    PublisherOptions,
+    Waiter,
+    WeightSource,
+)
+
+__all__ = [
+    "Notify",
+    "PublishedVersion",
+    "Publisher",
+    "PublisherOptions",
+    "Waiter",
+    "WeightSource",
+]

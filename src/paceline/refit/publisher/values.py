@@ -1,0 +1,110 @@
+"""What a publisher is told and what it answers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.refit.model import (
+    StagedWeightVersionShardData,
+    TrainerStagingMode,
+    VersionDescription,
+    WeightPayloadFormat,
+)
+from paceline.refit.staging.shard import StagedBuffers
+from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
+from paceline.refit.transports.protocol import ObjectServer
+
+Notify = Callable[[str, Mapping[str, object]], None]
+"""Takes an event's name and fields, see telemetry/events.py."""
+Waiter = Callable[[float], bool]
+"""Waits so many seconds and returns whether to stop."""
+
+
+class WeightSource(ObjectServer, WeightVersionShardManifestPublisher, Protocol):
+    """Serves objects and manifests behind one endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherOptions:
+    """Who publishes, what, and how patiently."""
+
+    model_name: str
+    run_id: str
+    worker_id: str
+    """Names this process; a restarted one takes another."""
+    staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
+    anchor_every: int = 8
+    """A full version beside the delta every so many sequences."""
+    keep_old: int = 2
+    """Versions older than the newest full one that stay READY."""
+    stage_wait_s: float = 30.0
+    """How long to wait for readers when nothing can be staged; 0 gives up at once."""
+    control_wait_s: float = 15.0
+    """How long a publish bears a control service that does not answer."""
+    registration_ttl_s: int = 30
+    close_wait_s: float = 10.0
+    """How long closing waits for leases."""
+    heartbeat_wait: Waiter | None = None
+    """Paces the heartbeat; real time by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """What one publish did."""
+
+    version_id: str
+    sequence: int
+    step: int
+    root_digest: str
+    payload_format: WeightPayloadFormat
+    payload_bytes: int
+    full_bytes: int
+    changed_elements: int
+    total_elements: int
+    publish_ms: float
+    anchor_id: str | None = None
+    """The full version published beside it."""
+    anchor_error: str | None = None
+    """Why the anchor that was due is missing; it is tried again with the next version."""
+
+    def to_fields(self) -> dict[str, object]:
+        """Return the fields of the event ``version.published``."""
+        fields: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
+        return {**fields, "payload_format": self.payload_format.value}
+
+
+@dataclass(slots=True, eq=False)
+class OwnVersion:
+    """A version of this publisher's, from its creation until its memory is back."""
+
+    uid: str
+    staged: StagedWeightVersionShardData
+    buffers: StagedBuffers
+    description: VersionDescription
+    base_version_id: str | None
+    is_served: bool = False
+    is_advertised: bool = False
+    """Somebody may know of it: a shard was sent to the control service."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether readers can start from it."""
+        return self.buffers.manifest.payload_format is WeightPayloadFormat.FULL_TENSOR
+
+
+def version_uid(run_id: str, sequence: int) -> str:
+    """Return the uid of a run's state of the weights; its anchor is called so with ``-full``."""
+    return f"{run_id}-{sequence:06d}"
+
+
+def anchor_uid(uid: str) -> str:
+    """Return the uid of the full version beside a delta."""
+    return f"{uid}-full"
+
+
+def sequence_of(uid: str, run_id: str) -> int:
+    """Return the sequence that a uid of this run stands for, -1 for any other uid."""
+    digits = uid.removeprefix(f"{run_id}-").removesuffix("-full")
+    is_ours = uid.startswith(f"{run_id}-") and digits.isascii() and digits.isdecimal()
+    return int(digits) if is_ours else -1

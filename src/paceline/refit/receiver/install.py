@@ -1,0 +1,188 @@
+"""Installing one version: everything is fetched and proven before the engine pauses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+from paceline.refit.apply import StagedInstall, prove_live, stage_install, write_install
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import UncertainStateError, VerifyError
+from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
+from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
+from paceline.refit.receiver.fetch import Fetcher
+from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.transports.protocol import ObjectReader
+
+PAYLOAD_SLACK_BYTES = 2**20
+"""Headers, alignment and the overhead of compression that found nothing to compress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallLimits:
+    """Bounds of one install."""
+
+    lease_ttl_s: int = 60
+    read_timeout_s: float = 20.0
+    """For one manifest or one chunk of at most 64 MiB."""
+    safe_point_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A version that is live, proven by reading the live bytes back."""
+
+    version: InstalledVersion
+    entries: Mapping[str, TensorEntry]
+    """What every live tensor is now: the base of the next delta."""
+    fetched_bytes: int
+    pause_s: float
+
+
+class Installer:
+    """Carries versions from their sources into one engine."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        control: ControlPlane,
+        engine: GeneratorEngineAdapter,
+        reader: ObjectReader,
+        clock: Clock,
+        limits: InstallLimits,
+    ) -> None:
+        self._worker_id = worker_id
+        self._control = control
+        self._engine = engine
+        self._reader = reader
+        self._clock = clock
+        self._limits = limits
+
+    def install(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        between_reads: Callable[[], None],
+    ) -> Installed:
+        """Install ``version`` or leave the engine exactly as it was.
+
+        Args:
+            version: READY and described.
+            base: what the live tensors are; None if that is not known, then only a full one goes.
+            between_reads: called often while bytes arrive; what it raises ends the install.
+
+        Raises:
+            ControlError: no lease, or the service is away.
+            FetchError, VerifyError, ApplyError, DeadlineExceededError: nothing has changed.
+            UncertainStateError: the live tensors are neither the old nor the new version.
+        """
+        said = require_description(version)
+        with hold_lease(
+            self._control,
+            version_id=version.uid,
+            worker_id=self._worker_id,
+            ttl_s=self._limits.lease_ttl_s,
+            clock=self._clock,
+        ) as lease:
+
+            def keep_alive() -> None:
+                lease.renew_if_due()
+                between_reads()
+
+            staged, fetched_bytes = self._stage(version, base=base, keep_alive=keep_alive)
+            label = InstalledVersion(
+                version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
+            )
+            pause_s = self._engine.at_safe_point(
+                lambda: write_install(staged),
+                installed=label,
+                timeout_s=self._limits.safe_point_timeout_s,
+            )
+            self._prove(staged, label)
+        return Installed(
+            version=label,
+            entries={entry.name: entry for entry in staged.entries},
+            fetched_bytes=fetched_bytes,
+            pause_s=pause_s,
+        )
+
+    def _stage(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        keep_alive: Callable[[], None],
+    ) -> tuple[StagedInstall, int]:
+        """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
+        fetcher = Fetcher(
+            self._reader, read_timeout_s=self._limits.read_timeout_s, between_reads=keep_alive
+        )
+        sources = self._control.list_shards(version.uid)
+        slot_id = require_one_slot(version, sources)
+        manifest = fetcher.fetch_manifest(sources)
+        check_manifest_is_of(manifest, version, slot_id=slot_id)
+        live = self._engine.live_tensors()
+        live_bytes = sum(len(buffer.data) for buffer in live.values())
+        objects = fetcher.fetch_objects(
+            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
+        )
+        staged = stage_install(
+            manifest, objects, live=live, aliases=self._engine.tensor_aliases(), base=base
+        )
+        return staged, sum(len(data) for data in objects.values())
+
+    def _prove(self, staged: StagedInstall, label: InstalledVersion) -> None:
+        """Read every live byte back; tokens may already flow, so a surprise takes the label."""
+        try:
+            root = prove_live(self._engine.live_tensors(), staged.entries)
+        except VerifyError as exc:
+            raise UncertainStateError(
+                f"live weights are not version {label.version_id}: {exc}"
+            ) from exc
+        if root != label.root_digest:
+            raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
+
+
+def require_description(version: WeightVersion) -> VersionDescription:
+    """Return what is recorded about a version. Raises VerifyError if nothing is."""
+    if version.description is None:
+        raise VerifyError(f"version {version.uid} has no description; it cannot be proven")
+    return version.description
+
+
+def require_one_slot(version: WeightVersion, sources: Sequence[Shard]) -> str:
+    """Return the one slot that all sources fill.
+
+    Raises:
+        VerifyError: there are none, or several: a root digest covers one slot so far.
+    """
+    slots = {source.source_slot_id for source in sources}
+    if len(slots) != 1:
+        raise VerifyError(
+            f"version {version.uid} has {len(slots)} source slots; this receiver installs "
+            "versions of exactly one"
+        )
+    return slots.pop()
+
+
+def check_manifest_is_of(manifest: Manifest, version: WeightVersion, *, slot_id: str) -> None:
+    """Refuse a manifest that is right in itself and belongs to something else.
+
+    Raises:
+        VerifyError: naming what differs from the version's record.
+    """
+    said = require_description(version)
+    pairs = {
+        "payload format": (manifest.payload_format, version.payload_format),
+        "slot": (manifest.source_slot_id, slot_id),
+        "root digest": (manifest.root_digest, said.root_digest),
+    }
+    if manifest.base_root is not None:
+        pairs["base root"] = (manifest.base_root, said.parent_root or "")
+    for what, (found, recorded) in pairs.items():
+        if found != recorded:
+            raise VerifyError(
+                f"version {version.uid}: {what} {found} in the manifest, {recorded} on record"
+            )

@@ -1,0 +1,236 @@
+"""The routes: who may ask, whether the engine can answer now, and which status says so."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError, UsageError
+from paceline.refit.errors import (
+    BadRequestError,
+    EngineBusyError,
+    EngineNotReadyError,
+    GenerationError,
+)
+from paceline.refit.generators.protocol import (
+    EngineHealth,
+    EngineState,
+    Generation,
+    RolloutEngine,
+)
+from paceline.refit.serving.request import CompletionRequest, parse_completion_request
+from paceline.refit.serving.response import render_completion, render_error, render_installed
+from paceline.telemetry.metrics import EngineMetrics
+
+RETRY_AFTER_S = "1"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingParts:
+    """What the routes are made of."""
+
+    engine: RolloutEngine
+    model_name: str
+    token: str
+    """The run's data token; a request without it is refused."""
+    health: Callable[[], EngineHealth]
+    figures: Callable[[], Mapping[str, float]]
+    """Values of telemetry.metrics.GAUGES beside those of the engine itself."""
+    clock: Clock
+    new_id: Callable[[], str]
+    body_bytes_max: int = 4 * 2**20
+    request_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise UsageError("a rollout engine is never served without a token")
+
+    def __repr__(self) -> str:
+        return f"ServingParts(model_name={self.model_name!r})"
+
+
+class BodyTooLargeError(PacelineError):
+    """A request's body is larger than this server reads."""
+
+
+class AbandonedError(PacelineError):
+    """Whoever asked has gone, or the time for one request is over."""
+
+
+ANSWERS: dict[type[PacelineError], tuple[int, str, str]] = {
+    BadRequestError: (400, "invalid_request_error", "refused"),
+    BodyTooLargeError: (413, "invalid_request_error", "refused"),
+    EngineBusyError: (429, "rate_limit_error", "busy"),
+    GenerationError: (500, "server_error", "failed"),
+    EngineNotReadyError: (503, "unavailable_error", "not_ready"),
+    AbandonedError: (504, "timeout_error", "abandoned"),
+}
+"""Error -> status, the protocol's word for it, the word it is counted under."""
+
+
+def build_app(parts: ServingParts) -> Starlette:
+    """Return the ASGI application."""
+    routes = _Routes(parts, EngineMetrics())
+    return Starlette(
+        routes=[
+            Route("/health", routes.health),
+            Route("/metrics", routes.guarded(routes.metrics)),
+            Route("/v1/models", routes.guarded(routes.models)),
+            Route("/v1/completions", routes.guarded(routes.completions), methods=["POST"]),
+        ]
+    )
+
+
+class _Routes:
+    def __init__(self, parts: ServingParts, metrics: EngineMetrics) -> None:
+        self._parts = parts
+        self._metrics = metrics
+        self._expected = f"Bearer {parts.token}".encode()
+        self._started_at = int(parts.clock.time())
+
+    def guarded(self, handler: Handler) -> Handler:
+        """Let only those with the token through."""
+
+        async def check(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                body = render_error("the token is missing or wrong", kind="authentication_error")
+                return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+            return await handler(request)
+
+        return check
+
+    async def health(self, request: Request) -> Response:
+        """Say what is served; open, because whoever restarts engines has no token."""
+        health = self._parts.health()
+        is_ready = health.state is EngineState.READY
+        body: dict[str, object] = {"state": health.state.value, "reason": health.reason}
+        if health.installed is not None:
+            body |= render_installed(health.installed)
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    async def models(self, request: Request) -> Response:
+        """List the one model."""
+        entry = {
+            "id": self._parts.model_name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "paceline",
+        }
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def metrics(self, request: Request) -> Response:
+        """Render the figures."""
+        load, health = self._parts.engine.load(), self._parts.health()
+        gauges = {
+            "ready": float(health.state is EngineState.READY),
+            "running_choices": load.running,
+            "waiting_prompts": load.waiting,
+            "installed_sequence": -1 if health.installed is None else health.installed.sequence,
+            **self._parts.figures(),
+        }
+        return Response(self._metrics.render(gauges), media_type=EngineMetrics.media_type)
+
+    async def completions(self, request: Request) -> Response:
+        """Generate; every outcome becomes a status and is counted once."""
+        began = self._parts.clock.monotonic()
+        try:
+            response, outcome = await self._complete(request), "ok"
+        except tuple(ANSWERS) as exc:
+            status, kind, outcome = ANSWERS[type(exc)]
+            field = exc.field if isinstance(exc, BadRequestError) else None
+            waits = {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
+            response = JSONResponse(render_error(str(exc), kind=kind, field=field), status, waits)
+        self._metrics.count_request(outcome, seconds=self._parts.clock.monotonic() - began)
+        return response
+
+    async def _complete(self, request: Request) -> Response:
+        wanted = parse_completion_request(await self._read_body(request))
+        if wanted.model not in (None, self._parts.model_name):
+            raise BadRequestError("model", f"must be {self._parts.model_name!r} here")
+        health = self._parts.health()
+        if health.state is not EngineState.READY:
+            raise EngineNotReadyError(f"the engine is {health.state.value}: {health.reason}")
+        futures = await asyncio.to_thread(self._submit, wanted)
+        generations = await self._wait(futures, request)
+        self._metrics.count_tokens(
+            prompt=sum(len(each.prompt_token_ids) for each in generations),
+            generated=sum(len(one.token_ids) for each in generations for one in each.choices),
+        )
+        head = {
+            "id": f"cmpl-{self._parts.new_id()}",
+            "created": int(self._parts.clock.time()),
+            "model": self._parts.model_name,
+        }
+        token_text = (
+            (lambda one: self._parts.engine.decode([one])) if wanted.wants_logprobs else None
+        )
+        return JSONResponse(render_completion(generations, head=head, token_text=token_text))
+
+    async def _read_body(self, request: Request) -> bytes:
+        body = bytearray()
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self._parts.body_bytes_max:
+                    raise BodyTooLargeError(f"the body exceeds {self._parts.body_bytes_max} bytes")
+        except ClientDisconnect as exc:
+            raise AbandonedError("the client left while it was sending") from exc
+        return bytes(body)
+
+    def _submit(self, wanted: CompletionRequest) -> list["Future[Generation]"]:
+        """Queue every prompt, or none."""
+        engine = self._parts.engine
+        futures: list[Future[Generation]] = []
+        try:
+            for at, prompt in enumerate(wanted.prompts):
+                token_ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
+                futures.append(engine.submit(token_ids, wanted.sampling.for_prompt(at)))
+        except PacelineError:
+            _cancel(futures)
+            raise
+        return futures
+
+    async def _wait(
+        self, futures: Sequence["Future[Generation]"], request: Request
+    ) -> list[Generation]:
+        """Return the generations; whatever else ends the wait frees their places."""
+        work = asyncio.gather(*map(asyncio.wrap_future, futures))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            either: set[asyncio.Future[Any]] = {work, gone}
+            await asyncio.wait(
+                either,
+                timeout=self._parts.request_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if work.done():
+                return work.result()
+            raise AbandonedError(
+                "the client left" if gone.done() else "not done within the time for one request"
+            )
+        finally:
+            gone.cancel()
+            work.cancel()
+            _cancel(futures)
+
+
+def _cancel(futures: Sequence["Future[Generation]"]) -> None:
+    for future in futures:
+        future.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has closed its side."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,73 @@
+"""From generations to the JSON of the OpenAI protocol, with what RL needs beside it."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from paceline.refit.generators.protocol import Choice, Generation, InstalledVersion
+
+
+def render_completion(
+    generations: Sequence[Generation],
+    *,
+    head: dict[str, object],
+    token_text: Callable[[int], str] | None,
+) -> dict[str, object]:
+    """Return the answer's document.
+
+    Args:
+        generations: one per prompt; choices are numbered through in that order.
+        head: id, creation time and model.
+        token_text: the text of one token; None leaves ``logprobs`` null.
+    """
+    pairs = [(generation, choice) for generation in generations for choice in generation.choices]
+    num_prompt = sum(len(generation.prompt_token_ids) for generation in generations)
+    num_generated = sum(len(choice.token_ids) for _, choice in pairs)
+    return {
+        **head,
+        "object": "text_completion",
+        "choices": [
+            {
+                "index": index,
+                "text": choice.text,
+                "finish_reason": choice.finish_reason,
+                "logprobs": None if token_text is None else _logprobs(choice, token_text),
+                "token_ids": choice.token_ids,
+                "prompt_token_ids": generation.prompt_token_ids,
+                "weight_versions": [
+                    {**render_installed(span.installed), "start": span.start, "end": span.end}
+                    for span in choice.spans
+                ],
+            }
+            for index, (generation, choice) in enumerate(pairs)
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        },
+    }
+
+
+def render_installed(installed: InstalledVersion) -> dict[str, object]:
+    """Return a version's three names."""
+    return {
+        "version_id": installed.version_id,
+        "sequence": installed.sequence,
+        "root_digest": installed.root_digest,
+    }
+
+
+def render_error(message: str, *, kind: str, field: str | None = None) -> dict[str, object]:
+    """Return an error in the OpenAI protocol's shape."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+
+
+def _logprobs(choice: Choice, token_text: Callable[[int], str]) -> dict[str, object]:
+    tokens = [token_text(token_id) for token_id in choice.token_ids]
+    offsets = accumulate((len(token) for token in tokens), initial=0)
+    return {
+        "tokens": tokens,
+        "token_logprobs": choice.logprobs,
+        "top_logprobs": None,
+        "text_offset": list(offsets)[:-1],
+    }

@@ -1,0 +1,96 @@
+"""A listening socket and the thread that answers on it."""
+
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from paceline.core.clock import Clock
+from paceline.core.errors import DeadlineExceededError, PreflightError
+from paceline.core.waiting import wait_until
+
+CONNECTIONS_MAX = 512
+KEEP_ALIVE_S = 60
+"""Longer than a training step usually takes, so that clients keep their connections."""
+
+
+class EngineServer:
+    """Serves one application; the address is known before the application exists."""
+
+    def __init__(self, *, host: str, port: int, clock: Clock) -> None:
+        """Listen at once, so that a taken port is found before a model is built.
+
+        Args:
+            host: an address of this machine.
+            port: 0 picks a free one.
+            clock: bounds starting and closing.
+
+        Raises:
+            PreflightError: the address cannot be listened on.
+        """
+        self._clock = clock
+        self._socket = _listen(host, port)
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        shown = f"[{host}]" if ":" in host else host
+        self.endpoint = f"http://{shown}:{self._socket.getsockname()[1]}"
+
+    def start(self, app: ASGIApp, *, grace_s: float) -> None:
+        """Begin to answer; returns when it does.
+
+        Args:
+            app: what answers.
+            grace_s: how long ``close`` lets requests in flight finish.
+        """
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                limit_concurrency=CONNECTIONS_MAX,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+            )
+        )
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [self._socket]}, name="serve", daemon=True
+        )
+        self._thread.start()
+        wait_until(
+            lambda: server.started,
+            what=f"serving {self.endpoint}",
+            clock=self._clock,
+            timeout_s=30,
+            interval_s=0.01,
+        )
+
+    def close(self, *, timeout_s: float) -> None:
+        """Take no more connections, let requests finish within their grace, stop. Idempotent.
+
+        Raises:
+            DeadlineExceededError: it still runs.
+        """
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise DeadlineExceededError(f"{self.endpoint} did not close in {timeout_s:g} s")
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except (OSError, OverflowError) as exc:
+        listener.close()
+        raise PreflightError(
+            f"cannot listen on {host}:{port}: {exc}; choose another --port (0 picks a free one)"
+        ) from exc
+    return listener

@@ -1,0 +1,115 @@
+"""A ring of arenas in host memory: copies of weights that stay still while anybody needs them."""
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.clock import Clock
+from paceline.core.errors import DeadlineExceededError
+from paceline.core.waiting import wait_until
+from paceline.refit.errors import StagingError
+
+_ALIGNMENT = 64
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arena:
+    """One stretch of host memory, owned by whoever holds it."""
+
+    index: int
+    data: memoryview
+    """Writable by the first holder until it shares the arena; aligned to 64 bytes."""
+
+
+class ArenaRing:
+    """A fixed number of arenas; one is handed out again only when nobody holds it any more.
+
+    Safe from several threads. Memory is allocated on first use and kept.
+    """
+
+    def __init__(self, *, capacity: int, clock: Clock, wait_s: float = 0.0) -> None:
+        """Set up an empty ring.
+
+        Args:
+            capacity: how many arenas there may be.
+            clock: for waiting.
+            wait_s: how long ``take`` blocks when all are held; 0 means that it refuses at once.
+        """
+        if capacity < 1:
+            raise ValueError("a ring has at least one arena")
+        self._clock = clock
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._memory: list[memoryview | None] = [None] * capacity
+        self._holders = [0] * capacity
+
+    @property
+    def free(self) -> int:
+        """How many arenas nobody holds."""
+        with self._lock:
+            return self._holders.count(0)
+
+    def take(self, num_bytes: int) -> Arena:
+        """Return an arena of this size, held once by the caller; its content is anything.
+
+        Raises:
+            StagingError: all are held, also after the wait.
+        """
+        found: list[Arena] = []
+
+        def try_once() -> bool:
+            arena = self._try_take(num_bytes)
+            found.extend([arena] if arena else [])
+            return bool(found)
+
+        try:
+            wait_until(
+                try_once,
+                what="a free arena",
+                clock=self._clock,
+                timeout_s=self._wait_s,
+                interval_s=_POLL_S,
+            )
+        except DeadlineExceededError as exc:
+            raise StagingError(
+                f"all {len(self._holders)} arenas hold versions that are still being read; "
+                "wait for the readers, or give the trainer more arenas"
+            ) from exc
+        return found[0]
+
+    def hold(self, arena: Arena) -> None:
+        """Add a holder; only who holds an arena may share it."""
+        with self._lock:
+            self._expect_held(arena)
+            self._holders[arena.index] += 1
+
+    def drop(self, arena: Arena) -> None:
+        """Remove a holder; after the last one the memory may be overwritten at any time."""
+        with self._lock:
+            self._expect_held(arena)
+            self._holders[arena.index] -= 1
+
+    def _try_take(self, num_bytes: int) -> Arena | None:
+        with self._lock:
+            for index, holders in enumerate(self._holders):
+                if holders == 0:
+                    memory = self._memory[index]
+                    if memory is None or len(memory) < num_bytes:
+                        memory = _allocate(num_bytes)
+                        self._memory[index] = memory
+                    self._holders[index] = 1
+                    return Arena(index, memory[:num_bytes])
+        return None
+
+    def _expect_held(self, arena: Arena) -> None:
+        if self._holders[arena.index] < 1:
+            raise ValueError(f"arena {arena.index} is not held")
+
+
+def _allocate(num_bytes: int) -> memoryview:
+    """Return untouched memory that starts at a multiple of 64."""
+    whole = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -whole.ctypes.data % _ALIGNMENT
+    return whole[start : start + num_bytes].data

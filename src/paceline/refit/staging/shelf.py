@@ -1,0 +1,140 @@
+"""Bytes that are readable now, and who is inside them: shared by every transport that serves.
+
+Withdrawing waits for readers, so that a buffer is never reused under one; a reader that does
+not get on is cut off, so that the wait has an end.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+from paceline.refit.errors import PublishError, StagingError
+from paceline.refit.model import WeightVersionShardManifest
+
+
+class HeldObject:
+    """One immutable byte string in several pieces of memory."""
+
+    def __init__(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        self.object_id = object_id
+        self._parts = [part.cast("B") for part in parts if part.nbytes]
+        self._stops = list(accumulate(len(part) for part in self._parts))
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the whole."""
+        return self._stops[-1] if self._stops else 0
+
+    def pieces(self, offset: int, size: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range that lies inside, without copying."""
+        index = bisect_right(self._stops, offset)
+        while size > 0:
+            part = self._parts[index]
+            start = len(part) - (self._stops[index] - offset)
+            piece = part[start : start + size]
+            yield piece
+            offset += len(piece)
+            size -= len(piece)
+            index += 1
+
+
+class _Entry:
+    def __init__(self, held: HeldObject) -> None:
+        self.held = held
+        self.cancels: dict[object, Callable[[], None]] = {}
+        """How to cut each reader that is inside."""
+
+
+class ObjectShelf:
+    """Objects by id; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._changed = threading.Condition()
+
+    def put(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Make an object readable; a second put of the same id changes nothing."""
+        with self._changed:
+            if object_id not in self._entries:
+                self._entries[object_id] = _Entry(HeldObject(object_id, parts))
+
+    @contextmanager
+    def reading(
+        self, object_id: str, *, cancel: Callable[[], None] = lambda: None
+    ) -> Iterator[HeldObject | None]:
+        """Hold an object while inside; None if there is no such object.
+
+        Args:
+            object_id: which.
+            cancel: makes this reader fail soon; called if it stands in the way of a withdrawal.
+        """
+        reader = object()
+        with self._changed:
+            entry = self._entries.get(object_id)
+            if entry is not None:
+                entry.cancels[reader] = cancel
+        if entry is None:
+            yield None
+            return
+        try:
+            yield entry.held
+        finally:
+            with self._changed:
+                del entry.cancels[reader]
+                self._changed.notify_all()
+
+    def withdraw(self, object_id: str, *, patience_s: float) -> None:
+        """Take an object away and return when no reader is inside; idempotent.
+
+        New readers are refused at once. Those inside get ``patience_s`` to finish, then they are
+        cancelled and get as long again.
+
+        Raises:
+            StagingError: a reader is inside even then; the buffers must not be reused.
+        """
+        with self._changed:
+            entry = self._entries.pop(object_id, None)
+            if entry is None:
+                return
+            if self._changed.wait_for(lambda: not entry.cancels, patience_s):
+                return
+            cancels = list(entry.cancels.values())
+        for cancel in cancels:
+            cancel()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not entry.cancels, patience_s):
+                self._entries.setdefault(object_id, entry)
+                raise StagingError(
+                    f"object {object_id[:12]}: a reader did not leave in {2 * patience_s:g} s; "
+                    "its buffers stay in use, withdraw it again later"
+                )
+
+
+class ManifestShelf:
+    """Manifests by version and slot; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], WeightVersionShardManifest] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: tuple[str, str], manifest: WeightVersionShardManifest) -> None:
+        """Serve a manifest; the same one again is fine. Raises PublishError for another."""
+        with self._lock:
+            known = self._found.setdefault(key, manifest)
+        if known.data != manifest.data:
+            raise PublishError(
+                f"version {key[0]} slot {key[1]} already serves manifest {known.digest[:12]}; "
+                "a published version never changes, publish a new one"
+            )
+
+    def get(self, key: tuple[str, str]) -> WeightVersionShardManifest | None:
+        """Return a manifest, or None."""
+        with self._lock:
+            return self._found.get(key)
+
+    def remove(self, key: tuple[str, str]) -> None:
+        """Stop serving it; idempotent."""
+        with self._lock:
+            self._found.pop(key, None)

@@ -1,0 +1,354 @@
+"""A plain torch module, or any mapping of tensors, as the source of weight versions.
+
+Canonical names are those of ``state_dict``, in which a tied tensor appears under its first name
+and further names are aliases; buffers are part of the weights. Nothing is cast unless
+``wire_dtypes`` asks for it, and integers never are.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from paceline.core.clock import Clock
+from paceline.refit.errors import StagingError
+from paceline.refit.model import (
+    CompletionFence,
+    StagedWeightVersionShardData,
+    TensorBuffer,
+    TrainerStagingMode,
+    WeightPayloadFormat,
+)
+from paceline.refit.staging.host import Arena, ArenaRing
+from paceline.refit.staging.in_place import InPlaceGuard
+from paceline.refit.staging.shard import (
+    Capture,
+    ShardLayout,
+    StagedBuffers,
+    delta_shard,
+    describe_capture,
+    full_shard,
+    full_shard_in_place,
+    plan_layout,
+)
+from paceline.refit.trainers.protocol import TrainerEngineAdapter
+
+_WORDS: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+if hasattr(torch, "float8_e8m0fnu"):  # younger than the oldest torch we take
+    _WORDS[torch.float8_e8m0fnu] = "F8_E8M0"
+_DTYPES = {word: dtype for dtype, word in _WORDS.items()}
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """What one staged shard holds until it is committed, discarded or released."""
+
+    capture: Capture | None
+    """None in place."""
+    arena: Arena | None
+    """Held by this shard: for a delta until its commit, for a full one until its release."""
+    is_delta: bool
+
+
+class TorchModuleTrainer(TrainerEngineAdapter):
+    """Signs TrainerEngineAdapter, SupportsChain and SupportsAnchors.
+
+    ``stage_shard`` runs in the training thread, after the optimizer step; the other methods may
+    be called from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        rank: int = 0,
+        transport: str = "http",
+        wire_dtypes: Mapping[str, str] | None = None,
+        arenas: int = 4,
+        arena_wait_s: float = 0.0,
+    ) -> None:
+        """Set up; tensors come with ``bind_tensors``.
+
+        Args:
+            clock: for waiting for an arena.
+            rank: global rank of this process, part of the slot's name.
+            transport: name of the transport that will serve the bytes.
+            wire_dtypes: glob over tensor names -> dtype word that floating-point tensors are
+                rounded to (nearest, ties to even); the first match counts.
+            arenas: copies of the weights in host memory: the base, the one being captured, the
+                newest anchor, and one for readers that are slow.
+            arena_wait_s: how long staging waits for a free arena before it refuses.
+        """
+        self._slot = f"publisher:global-rank:{rank}"
+        self._transport = transport
+        self._wire_dtypes = _checked(wire_dtypes or {})
+        self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
+        self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
+        self._bound: Any = None
+        self._layout: ShardLayout | None = None
+        self._base: Capture | None = None
+        self._staged: dict[StagedBuffers, _Staged] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def source_slot_id(self) -> str:
+        """``publisher:global-rank:<rank>``."""
+        return self._slot
+
+    @property
+    def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
+        """COPY_TO_HOST; IN_PLACE too, unless something is to be cast."""
+        modes = {TrainerStagingMode.COPY_TO_HOST}
+        if not self._wire_dtypes:
+            modes.add(TrainerStagingMode.IN_PLACE)
+        return frozenset(modes)
+
+    @property
+    def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
+        """FULL_TENSOR and XOR_DELTA."""
+        return frozenset({WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA})
+
+    def bind_tensors(self, tensors: Any) -> str:
+        """Take a module or a mapping name -> tensor, once.
+
+        Raises:
+            ValueError: bound already, nothing in it, or something that is no plain tensor.
+        """
+        if self._layout is not None:
+            raise ValueError("tensors are bound already; make one trainer adapter per module")
+        self._layout = self._plan(tensors)
+        self._bound = tensors
+        return self._slot
+
+    def stage_shard(
+        self,
+        *,
+        tensors: Any,
+        staging_mode: TrainerStagingMode,
+        payload_format: WeightPayloadFormat,
+    ) -> StagedWeightVersionShardData:
+        """Capture the weights as they are now.
+
+        Args:
+            tensors: what was bound, or None.
+            staging_mode: COPY_TO_HOST or IN_PLACE (full payloads only).
+            payload_format: FULL_TENSOR, or XOR_DELTA once a version was committed.
+
+        Raises:
+            ValueError: not supported, or a delta before the first commit.
+            StagingError: no free arena, weights served in place, or their layout moved.
+        """
+        layout = self._check(tensors, staging_mode, payload_format)
+        if staging_mode is TrainerStagingMode.IN_PLACE:
+            return self._stage_in_place(layout)
+        is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
+        arena = self._ring.take(layout.num_bytes)
+        try:
+            self._copy_into(arena, layout)
+            capture = describe_capture(layout, arena)
+            base = self._base
+            buffers = delta_shard(base, capture) if is_delta and base else full_shard(capture)
+        except BaseException:
+            self._ring.drop(arena)
+            raise
+        record = _Staged(capture=capture, arena=arena, is_delta=is_delta)
+        return self._remember(buffers, record, CompletionFence(lambda: None))
+
+    def stage_committed(self) -> StagedWeightVersionShardData:
+        """Stage the last committed weights as a full version, without copying them again.
+
+        Raises:
+            ValueError: nothing was committed, or it was staged in place.
+        """
+        with self._lock:
+            base = self._base
+            if base is None:
+                raise ValueError("no version was committed from host memory yet")
+            self._ring.hold(base.arena)
+        record = _Staged(capture=base, arena=base.arena, is_delta=False)
+        return self._remember(full_shard(base), record, CompletionFence(lambda: None))
+
+    def commit_staged(self, staged: StagedWeightVersionShardData) -> None:
+        """Make the staged weights the base of the next delta."""
+        with self._lock:
+            record = self._record(staged)
+            if record is None:
+                raise ValueError("this shard was not staged here, or was given back already")
+            if record.capture is None or record.capture is self._base:
+                return
+            self._ring.hold(record.capture.arena)
+            if self._base is not None:
+                self._ring.drop(self._base.arena)
+            self._base = record.capture
+            if record.is_delta:
+                self._drop(record)
+
+    def discard_staged(self, staged: StagedWeightVersionShardData) -> None:
+        """Forget a shard that was not committed; the base stays. Idempotent."""
+        self.release_staged(staged)
+
+    def release_staged(self, staged: StagedWeightVersionShardData) -> None:
+        """Give the buffers of a shard back; idempotent. Only when nobody reads them."""
+        with self._lock:
+            record = self._record(staged)
+            if record is None:
+                return
+            del self._staged[_buffers_of(staged)]
+            if record.capture is None:
+                self._guard.release()
+            self._drop(record)
+
+    def before_step(self) -> None:
+        """Call before every optimizer step when staging in place.
+
+        Raises:
+            StagingError: a version is still served from the live weights.
+        """
+        self._guard.before_step()
+
+    def _check(
+        self, tensors: Any, mode: TrainerStagingMode, payload_format: WeightPayloadFormat
+    ) -> ShardLayout:
+        if self._layout is None:
+            raise ValueError("bind_tensors was not called")
+        if tensors is not None and tensors is not self._bound:
+            raise ValueError("these are not the tensors that were bound")
+        if mode not in self.supported_staging_modes:
+            raise ValueError(f"staging mode {mode.value} is not supported with these options")
+        if payload_format not in self.supported_payload_formats:
+            raise ValueError(f"payload format {payload_format.value} is not supported")
+        is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
+        if is_delta and mode is TrainerStagingMode.IN_PLACE:
+            raise ValueError("a delta needs a copy of its base: stage with COPY_TO_HOST")
+        if is_delta and self._base is None:
+            raise ValueError("no version was committed yet: the first one must be FULL_TENSOR")
+        if self._plan(self._bound) != self._layout:
+            raise StagingError(
+                "names, shapes, dtypes or ties of the tensors changed since they were bound; "
+                "a run keeps its layout, start a new one"
+            )
+        return self._layout
+
+    def _plan(self, source: Any) -> ShardLayout:
+        tensors, aliases = _collect(source)
+        return plan_layout(
+            ((name, self._word(name, item), tuple(item.shape)) for name, item in tensors.items()),
+            aliases=aliases,
+            source_slot_id=self._slot,
+        )
+
+    def _word(self, name: str, tensor: torch.Tensor) -> str:
+        if tensor.dtype.is_floating_point:
+            for pattern, word in self._wire_dtypes.items():
+                if fnmatchcase(name, pattern):
+                    return word
+        if tensor.dtype not in _WORDS:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}, which has no wire dtype")
+        return _WORDS[tensor.dtype]
+
+    def _copy_into(self, arena: Arena, layout: ShardLayout) -> None:
+        tensors, _ = _collect(self._bound)
+        whole = torch.frombuffer(arena.data, dtype=torch.uint8)
+        with torch.no_grad():
+            for item in layout.tensors:
+                raw = whole[item.offset : item.offset + item.num_bytes]
+                raw.view(_DTYPES[item.dtype]).view(item.shape).copy_(tensors[item.name])
+
+    def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
+        buffers = self._guard.stage()
+        staged = full_shard_in_place(layout, buffers, self._guard.entries)
+        fence = CompletionFence(lambda: self._guard.verify(by_digest=True))
+        return self._remember(staged, _Staged(capture=None, arena=None, is_delta=False), fence)
+
+    def _live_buffers(self) -> Mapping[str, TensorBuffer]:
+        return {name: _view(name, tensor) for name, tensor in _collect(self._bound)[0].items()}
+
+    def _versions(self) -> tuple[tuple[str, int, int], ...]:
+        tensors = _collect(self._bound)[0]
+        return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
+
+    def _remember(
+        self, buffers: StagedBuffers, record: _Staged, fence: CompletionFence
+    ) -> StagedWeightVersionShardData:
+        with self._lock:
+            self._staged[buffers] = record
+        return StagedWeightVersionShardData(
+            manifest=buffers.to_shard_manifest(transport=self._transport),
+            publish_ready=fence,
+            buffer_owner=buffers,
+        )
+
+    def _record(self, staged: StagedWeightVersionShardData) -> _Staged | None:
+        return self._staged.get(_buffers_of(staged))
+
+    def _drop(self, record: _Staged) -> None:
+        if record.arena is not None:
+            self._ring.drop(record.arena)
+            record.arena = None
+
+
+def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
+    for pattern, word in wire_dtypes.items():
+        if word not in _DTYPES or not _DTYPES[word].is_floating_point:
+            floats = sorted(known for known, dtype in _DTYPES.items() if dtype.is_floating_point)
+            raise ValueError(f"wire dtype {word!r} of {pattern!r}: one of {', '.join(floats)}")
+    return dict(wire_dtypes)
+
+
+def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the distinct tensors by canonical name, and alias -> canonical name."""
+    state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            raise ValueError(f"{name!r} is a {type(value).__name__}, not a plain tensor")
+        item = value.detach()
+        where = (item.device, item.data_ptr(), item.dtype, tuple(item.shape), item.stride())
+        if item.numel() and where in seen:
+            aliases[name] = seen[where]
+        else:
+            seen[where] = name
+            tensors[name] = item
+    return tensors, aliases
+
+
+def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise StagingError(
+            f"tensor {name!r} is not contiguous in host memory and cannot be served in place; "
+            "stage with COPY_TO_HOST"
+        )
+    return TensorBuffer(
+        name=name,
+        dtype=_WORDS[tensor.dtype],
+        shape=tuple(tensor.shape),
+        data=tensor.view(-1).view(torch.uint8).numpy().data,
+    )
+
+
+def _buffers_of(staged: StagedWeightVersionShardData) -> StagedBuffers:
+    if not isinstance(staged.buffer_owner, StagedBuffers):
+        raise TypeError("this shard was staged by another adapter")
+    return staged.buffer_owner

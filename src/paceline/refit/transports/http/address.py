@@ -1,0 +1,60 @@
+"""Where things are behind a transport's endpoint: paths out and in, pure text."""
+
+from dataclasses import dataclass
+from urllib.parse import quote, unquote, urlsplit
+
+_OBJECTS = "/v1/objects/"
+_MANIFESTS = "/v1/manifests/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectPath:
+    """One object."""
+
+    object_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestPath:
+    """One manifest."""
+
+    version_id: str
+    source_slot_id: str
+
+
+def object_path(object_id: str) -> str:
+    """Return the path of an object."""
+    return _OBJECTS + quote(object_id, safe="")
+
+
+def manifest_path(version_id: str, source_slot_id: str) -> str:
+    """Return the path of a manifest."""
+    return f"{_MANIFESTS}{quote(version_id, safe='')}/{quote(source_slot_id, safe='')}"
+
+
+def parse_path(path: str) -> ObjectPath | ManifestPath | None:
+    """Say what a path names, or None."""
+    if path.startswith(_OBJECTS):
+        found = _parts(path.removeprefix(_OBJECTS), 1)
+        return ObjectPath(object_id=found[0]) if found else None
+    if path.startswith(_MANIFESTS):
+        found = _parts(path.removeprefix(_MANIFESTS), 2)
+        return ManifestPath(version_id=found[0], source_slot_id=found[1]) if found else None
+    return None
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Cut an address into endpoint and path.
+
+    Raises:
+        ValueError: it is no such address.
+    """
+    parts = urlsplit(address)
+    if not parts.scheme or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{address[:200]!r} is not the address of a manifest")
+    return f"{parts.scheme}://{parts.netloc}", parts.path
+
+
+def _parts(text: str, count: int) -> list[str] | None:
+    found = [unquote(part) for part in text.split("/")]
+    return found if len(found) == count and all(found) else None

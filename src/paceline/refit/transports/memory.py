@@ -1,0 +1,117 @@
+"""The reference transport: real bytes between threads of one process, no sockets."""
+
+import threading
+from collections.abc import Sequence
+from urllib.parse import quote, unquote
+from weakref import WeakValueDictionary
+
+from paceline.refit.errors import FetchError
+from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.staging.shelf import ManifestShelf, ObjectShelf
+from paceline.refit.transports.protocol import ObjectRange
+
+_PATIENCE_S = 5.0
+_servers: WeakValueDictionary[str, "MemoryObjectServer"] = WeakValueDictionary()
+"""By endpoint: the wire of this transport."""
+_servers_lock = threading.Lock()
+
+
+class MemoryObjectServer:
+    """Serves objects and manifests to readers in the same process."""
+
+    def __init__(self) -> None:
+        self._objects = ObjectShelf()
+        self._manifests = ManifestShelf()
+        self._is_open = True
+        with _servers_lock:
+            self._endpoint = f"memory://{id(self):x}"
+            _servers[self._endpoint] = self
+
+    @property
+    def transport(self) -> str:
+        """The name this transport is registered under."""
+        return "memory"
+
+    @property
+    def endpoint(self) -> str:
+        """Where readers find this server."""
+        return self._endpoint
+
+    def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Make an object readable, without copying it."""
+        self._objects.put(object_id, parts)
+
+    def withdraw_object(self, object_id: str) -> None:
+        """Stop serving; returns when no reader is inside."""
+        self._objects.withdraw(object_id, patience_s=_PATIENCE_S)
+
+    def publish_manifest(
+        self, *, version_id: str, source_slot_id: str, manifest: WeightVersionShardManifest
+    ) -> str:
+        """Serve a manifest and return its address."""
+        self._manifests.put((version_id, source_slot_id), manifest)
+        return f"{self._endpoint}/{quote(version_id, safe='')}/{quote(source_slot_id, safe='')}"
+
+    def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
+        """Stop serving it; idempotent."""
+        self._manifests.remove((version_id, source_slot_id))
+
+    def close(self) -> None:
+        """Refuse readers from now on; idempotent."""
+        self._is_open = False
+
+    def copy_range(self, wanted: ObjectRange, target: memoryview) -> None:
+        """Copy a range for a reader. Raises FetchError."""
+        with self._objects.reading(wanted.object_id) as held:
+            if held is None or not self._is_open:
+                raise FetchError(f"object {wanted.object_id[:12]} is not served here any more")
+            if wanted.offset + wanted.size > held.num_bytes:
+                raise FetchError(f"object {wanted.object_id[:12]} has {held.num_bytes} bytes only")
+            filled = 0
+            for piece in held.pieces(wanted.offset, wanted.size):
+                target[filled : filled + len(piece)] = piece
+                filled += len(piece)
+
+    def find_manifest(self, key: tuple[str, str]) -> bytes:
+        """Return a manifest for a reader. Raises FetchError."""
+        found = self._manifests.get(key) if self._is_open else None
+        if found is None:
+            raise FetchError(f"manifest of {key[0]} is not served here any more")
+        return found.data
+
+
+class MemoryObjectReader:
+    """Reads from any MemoryObjectServer of this process."""
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Fill ``target``. Raises FetchError."""
+        if len(target) != wanted.size:
+            raise ValueError(f"target has {len(target)} bytes, the range {wanted.size}")
+        _server(endpoint).copy_range(wanted, target)
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        """Return a manifest. Raises FetchError."""
+        _, _, path = address.removeprefix("memory://").partition("/")
+        version_id, _, source_slot_id = path.partition("/")
+        key = (unquote(version_id), unquote(source_slot_id))
+        data = _server(self.source_endpoint(address)).find_manifest(key)
+        if len(data) > size_max:
+            raise FetchError(f"manifest of {version_id} has {len(data)} bytes, over {size_max}")
+        return data
+
+    def source_endpoint(self, address: str) -> str:
+        """Return the server's endpoint behind a manifest address."""
+        return "memory://" + address.removeprefix("memory://").partition("/")[0]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _server(endpoint: str) -> MemoryObjectServer:
+    with _servers_lock:
+        found = _servers.get(endpoint)
+    if found is None:
+        raise FetchError(f"nobody serves at {endpoint}")
+    return found

@@ -1,0 +1,67 @@
+"""Prometheus figures of a rollout engine; the only place that knows the client library."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+GAUGES: Final[dict[str, str]] = {
+    "ready": "1 while requests are admitted",
+    "running_choices": "Choices in the batch",
+    "waiting_prompts": "Prompts in the queue",
+    "installed_sequence": "Sequence of the installed weight version, -1 for none",
+    "installs": "Weight versions installed since the start",
+    "refusals": "Weight versions refused or failed since the start",
+    "fetched_bytes": "Payload bytes fetched since the start",
+    "refit_seconds": "From seeing a version READY to serving it, last install",
+    "pause_seconds": "How long no forward pass could start, last install",
+}
+"""Name -> help of what is read at the moment of a scrape."""
+
+SECONDS_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class EngineMetrics:
+    """Figures of one engine, in a registry of their own so that a process can hold two."""
+
+    media_type: Final = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "paceline_requests", "Completion requests", ["outcome"], registry=self._registry
+        )
+        self._tokens = Counter(
+            "paceline_tokens", "Tokens read and generated", ["kind"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "paceline_request_seconds",
+            "From a request's arrival to its answer",
+            buckets=SECONDS_BUCKETS,
+            registry=self._registry,
+        )
+        self._gauges = {
+            name: Gauge(f"paceline_{name}", text, registry=self._registry)
+            for name, text in GAUGES.items()
+        }
+
+    def count_request(self, outcome: str, *, seconds: float) -> None:
+        """Count one request under a word such as ``ok`` or ``busy``."""
+        self._requests.labels(outcome=outcome).inc()
+        self._seconds.observe(seconds)
+
+    def count_tokens(self, *, prompt: int, generated: int) -> None:
+        """Count what one answered request read and wrote."""
+        self._tokens.labels(kind="prompt").inc(prompt)
+        self._tokens.labels(kind="generated").inc(generated)
+
+    def render(self, gauges: Mapping[str, float]) -> bytes:
+        """Return the exposition text, with these values of GAUGES (a missing one keeps its last).
+
+        Raises:
+            KeyError: a name that GAUGES does not list.
+        """
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
+        return generate_latest(self._registry)

@@ -1,0 +1,178 @@
+"""What every transport must do: inherit, implement ``make``, and all claims are tested."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import pytest
+
+from paceline.refit.errors import FetchError, PublishError
+from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
+from paceline.refit.transports.protocol import ObjectRange, ObjectReader, ObjectServer
+
+TIMEOUT_S = 10.0
+PARTS = (b"", b"0123456789", b"a", bytes(range(256)) * 1000, b"")
+WHOLE = b"".join(PARTS)
+
+
+class Source(ObjectServer, WeightVersionShardManifestPublisher, Protocol):
+    """A server of a trainer process: objects and manifests behind one endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Both ends of a transport."""
+
+    server: Source
+    reader: ObjectReader
+
+
+class TransportContract(ABC):
+    """Claims about serving and reading, for any transport."""
+
+    @abstractmethod
+    def make(self) -> Link:
+        """Return a fresh server and a reader that may read from it."""
+
+    @pytest.fixture
+    def link(self) -> Iterator[Link]:
+        """Both ends, closed afterwards."""
+        link = self.make()
+        yield link
+        link.reader.close()
+        link.server.close()
+
+    def serve(self, link: Link, object_id: str = "ab12") -> str:
+        """Serve the sample in several parts."""
+        link.server.serve_object(object_id, [memoryview(part) for part in PARTS])
+        return object_id
+
+    def read(self, link: Link, object_id: str, offset: int, size: int) -> bytes:
+        """Read a range into a fresh buffer."""
+        target = bytearray(size)
+        wanted = ObjectRange(object_id=object_id, offset=offset, size=size)
+        link.reader.read_object(
+            link.server.endpoint, wanted, memoryview(target), timeout_s=TIMEOUT_S
+        )
+        return bytes(target)
+
+    @pytest.mark.parametrize(
+        ("offset", "size"),
+        [(0, len(WHOLE)), (0, 1), (9, 3), (10, 1), (11, 5000), (len(WHOLE) - 1, 1), (5, 0)],
+    )
+    def test_ranges_arrive(self, link: Link, offset: int, size: int) -> None:
+        """Any range inside an object arrives exactly, across the seams of its parts."""
+        object_id = self.serve(link)
+        assert self.read(link, object_id, offset, size) == WHOLE[offset : offset + size]
+
+    @pytest.mark.parametrize(("offset", "size"), [(len(WHOLE), 1), (0, len(WHOLE) + 1), (10**9, 5)])
+    def test_past_the_end(self, link: Link, offset: int, size: int) -> None:
+        """A range that reaches past the end is refused."""
+        object_id = self.serve(link)
+        with pytest.raises(FetchError):
+            self.read(link, object_id, offset, size)
+
+    def test_target_of_another_size(self, link: Link) -> None:
+        """A target that is not as long as the range is our mistake, found before any I/O."""
+        wanted = ObjectRange(object_id=self.serve(link), offset=0, size=3)
+        with pytest.raises(ValueError, match="target"):
+            link.reader.read_object(
+                link.server.endpoint, wanted, memoryview(bytearray(2)), timeout_s=TIMEOUT_S
+            )
+
+    def test_unknown_object(self, link: Link) -> None:
+        """What is not served cannot be fetched."""
+        with pytest.raises(FetchError):
+            self.read(link, "00", 0, 1)
+
+    def test_serving_twice_is_once(self, link: Link) -> None:
+        """Serving the same id again changes nothing, and one withdrawal ends it."""
+        object_id = self.serve(link)
+        self.serve(link)
+        assert self.read(link, object_id, 0, 4) == WHOLE[:4]
+        link.server.withdraw_object(object_id)
+        link.server.withdraw_object(object_id)
+        with pytest.raises(FetchError):
+            self.read(link, object_id, 0, 4)
+
+    def test_buffers_are_served_where_they_lie(self, link: Link) -> None:
+        """Nothing is copied on the source: a write to the buffer is seen (hence the leases)."""
+        buffer = bytearray(b"old!")
+        link.server.serve_object("ab", [memoryview(buffer)])
+        buffer[:] = b"new!"
+        assert self.read(link, "ab", 0, 4) == b"new!"
+
+    def test_many_readers(self, link: Link) -> None:
+        """Several threads read at once, each its own range."""
+        object_id = self.serve(link)
+        found: dict[int, bytes] = {}
+
+        def read(offset: int) -> None:
+            found[offset] = self.read(link, object_id, offset, 100_000)
+
+        threads = [threading.Thread(target=read, args=(offset,)) for offset in range(0, 8000, 1000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert found == {offset: WHOLE[offset : offset + 100_000] for offset in found}
+        assert len(found) == len(threads)
+
+    def manifest(self, data: bytes = b"{}") -> WeightVersionShardManifest:
+        """A manifest of any content."""
+        return WeightVersionShardManifest(
+            data=data, tensor_count=1, total_bytes=1, transport="http"
+        )
+
+    def publish(self, link: Link, data: bytes = b"{}") -> str:
+        """Publish under one key, with characters that need quoting."""
+        return link.server.publish_manifest(
+            version_id="run a/1",
+            source_slot_id="publisher:global-rank:0",
+            manifest=self.manifest(data),
+        )
+
+    def test_manifests_arrive(self, link: Link) -> None:
+        """A published manifest is read at its address, and the address names the endpoint."""
+        address = self.publish(link, b"{}" * 500)
+        assert link.reader.source_endpoint(address) == link.server.endpoint
+        found = link.reader.read_manifest(address, size_max=1000, timeout_s=TIMEOUT_S)
+        assert found == b"{}" * 500
+
+    def test_manifests_are_bounded(self, link: Link) -> None:
+        """A manifest above the limit is refused."""
+        address = self.publish(link, b"{}" * 500)
+        with pytest.raises(FetchError, match="over 999"):
+            link.reader.read_manifest(address, size_max=999, timeout_s=TIMEOUT_S)
+
+    def test_manifests_never_change(self, link: Link) -> None:
+        """Publishing again is fine; publishing something else under the key is refused."""
+        address = self.publish(link)
+        assert self.publish(link) == address
+        with pytest.raises(PublishError):
+            self.publish(link, b"[]")
+        assert link.reader.read_manifest(address, size_max=9, timeout_s=TIMEOUT_S) == b"{}"
+
+    def test_released_manifests_are_gone(self, link: Link) -> None:
+        """After release the manifest cannot be read, and releasing again is fine."""
+        address = self.publish(link)
+        for _ in range(2):
+            link.server.release_manifest(
+                version_id="run a/1", source_slot_id="publisher:global-rank:0"
+            )
+        with pytest.raises(FetchError):
+            link.reader.read_manifest(address, size_max=9, timeout_s=TIMEOUT_S)
+
+    def test_close_is_final_and_idempotent(self, link: Link) -> None:
+        """A closed server serves nothing, and closing twice is fine on both ends."""
+        object_id = self.serve(link)
+        assert self.read(link, object_id, 0, 1) == b"0"
+        for _ in range(2):
+            link.server.close()
+        with pytest.raises(FetchError):
+            self.read(link, object_id, 0, 1)
+        for _ in range(2):
+            link.reader.close()

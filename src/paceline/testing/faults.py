@@ -1,0 +1,198 @@
+"""Things that go wrong between trainer and engine, on purpose: readers and a TCP proxy."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+from paceline.refit.errors import FetchError
+from paceline.refit.transports.protocol import ObjectRange, ObjectReader
+
+_CONNECT_TIMEOUT_S = 5.0
+_IO_TIMEOUT_S = 10.0
+
+
+class _ReaderWrapper:
+    """Passes everything on."""
+
+    def __init__(self, inner: ObjectReader) -> None:
+        self._inner = inner
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Fill ``target`` from the source."""
+        self._inner.read_object(endpoint, wanted, target, timeout_s=timeout_s)
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        """Return a manifest."""
+        return self._inner.read_manifest(address, size_max=size_max, timeout_s=timeout_s)
+
+    def source_endpoint(self, address: str) -> str:
+        """Return the endpoint behind an address."""
+        return self._inner.source_endpoint(address)
+
+    def close(self) -> None:
+        """Close what is wrapped."""
+        self._inner.close()
+
+
+class TruncatingReader(_ReaderWrapper):
+    """Fills the first ``keep`` bytes of a read, then loses the source."""
+
+    def __init__(self, inner: ObjectReader, *, keep: int) -> None:
+        super().__init__(inner)
+        self._keep = keep
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Read less than was asked for, and say so."""
+        if wanted.size <= self._keep:
+            super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
+            return
+        part = ObjectRange(object_id=wanted.object_id, offset=wanted.offset, size=self._keep)
+        super().read_object(endpoint, part, target[: self._keep], timeout_s=timeout_s)
+        raise FetchError(f"{endpoint}: cut after {self._keep} bytes")
+
+
+class CorruptingReader(_ReaderWrapper):
+    """Flips one bit at byte ``at`` of an object, unnoticed; of manifests too if asked."""
+
+    def __init__(self, inner: ObjectReader, *, at: int, in_manifests: bool = False) -> None:
+        super().__init__(inner)
+        self._at = at
+        self._in_manifests = in_manifests
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Read, then damage."""
+        super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
+        index = self._at - wanted.offset
+        if 0 <= index < wanted.size:
+            target[index] ^= 1
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        """Read, then damage if asked to."""
+        data = bytearray(super().read_manifest(address, size_max=size_max, timeout_s=timeout_s))
+        if self._in_manifests:
+            data[self._at % len(data)] ^= 1
+        return bytes(data)
+
+
+class FlakyReader(_ReaderWrapper):
+    """Fails the first ``failures`` reads of anything."""
+
+    def __init__(self, inner: ObjectReader, *, failures: int) -> None:
+        super().__init__(inner)
+        self._left = failures
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Fail or read."""
+        self._maybe_fail()
+        super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        """Fail or read."""
+        self._maybe_fail()
+        return super().read_manifest(address, size_max=size_max, timeout_s=timeout_s)
+
+    def _maybe_fail(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            raise FetchError("the source is away")
+
+
+class SlowReader(_ReaderWrapper):
+    """Takes ``delay_s`` of the clock for every read; past the deadline it fails."""
+
+    def __init__(self, inner: ObjectReader, *, clock: Clock, delay_s: float) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._delay_s = delay_s
+
+    def read_object(
+        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
+    ) -> None:
+        """Wait, then read."""
+        self._clock.sleep(min(self._delay_s, timeout_s))
+        if self._delay_s >= timeout_s:
+            raise FetchError(f"{endpoint}: not done after {timeout_s:g} s")
+        super().read_object(endpoint, wanted, target, timeout_s=timeout_s - self._delay_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one connection's answer; None lets it pass."""
+
+    cut_at: int | None = None
+    """Bytes of the answer, head included, after which both sides are cut."""
+    flip_at: int | None = None
+    """Byte of the answer in which a bit is flipped."""
+
+
+class FaultyProxy:
+    """A TCP proxy on loopback whose n-th connection suffers the n-th fault; later ones none."""
+
+    def __init__(self, target: tuple[str, int], faults: Sequence[Fault] = ()) -> None:
+        self._target = target
+        self._faults = list(faults)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._threads: list[threading.Thread] = []
+        self._sockets: list[socket.socket] = []
+        """Closed at the end: a number closed early could be another connection's by then."""
+        self._start(self._accept)
+
+    @property
+    def endpoint(self) -> str:
+        """Where a reader finds the source through the proxy."""
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Stop accepting and wait for what is open; close readers first."""
+        with contextlib.suppress(OSError):  # not connected: shutdown only wakes the accept
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(_IO_TIMEOUT_S)
+        for connection in self._sockets:
+            connection.close()
+
+    def _start(self, run: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            fault = self._faults.pop(0) if self._faults else Fault()
+            source = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT_S)
+            for connection in (client, source):
+                connection.settimeout(_IO_TIMEOUT_S)
+                self._sockets.append(connection)
+            self._start(self._relay, client, source, Fault())
+            self._start(self._relay, source, client, fault)
+
+    def _relay(self, source: socket.socket, sink: socket.socket, fault: Fault) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):  # the other direction cut the line
+            while data := bytearray(source.recv(65536)):
+                if fault.flip_at is not None and 0 <= fault.flip_at - passed < len(data):
+                    data[fault.flip_at - passed] ^= 1
+                if fault.cut_at is not None and passed + len(data) >= fault.cut_at:
+                    sink.sendall(data[: fault.cut_at - passed])
+                    break
+                sink.sendall(data)
+                passed += len(data)
+        for connection in (source, sink):
+            with contextlib.suppress(OSError):  # gone already
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,93 @@
+"""Versions built by hand, for tests of whoever fetches and installs them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.refit.delta.codec import encode_tensor
+from paceline.refit.digest import content_digest, root_digest
+from paceline.refit.manifest.payload import describe_object, render_header
+from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
+from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
+
+
+def tensor_entry(buffer: TensorBuffer) -> TensorEntry:
+    """Describe one tensor as the manifest does."""
+    return TensorEntry(
+        name=buffer.name,
+        dtype=buffer.dtype,
+        shape=buffer.shape,
+        digest=content_digest(buffer.data),
+        num_bytes=len(buffer.data),
+    )
+
+
+def full_payload(
+    tensors: Iterable[TensorBuffer],
+    *,
+    aliases: Sequence[tuple[str, str]] = (),
+    chunk_bytes: int = 1000,
+) -> tuple[Manifest, bytes]:
+    """Return a full version of ``tensors`` and its one object."""
+    ordered = sorted(tensors, key=lambda item: item.name)
+    data, segments = bytearray(render_header(WeightPayloadFormat.FULL_TENSOR)), []
+    for item in ordered:
+        data.extend(bytes(-len(data) % 64))
+        segments.append((item.name, Scheme.RAW, len(data), len(item.data), math.prod(item.shape)))
+        data.extend(item.data)
+    manifest = _manifest(ordered, None, aliases, bytes(data), segments, chunk_bytes)
+    return manifest, bytes(data)
+
+
+def delta_payload(
+    base: Mapping[str, TensorBuffer],
+    new: Mapping[str, TensorBuffer],
+    *,
+    aliases: Sequence[tuple[str, str]] = (),
+    chunk_bytes: int = 1000,
+) -> tuple[Manifest, bytes]:
+    """Return the delta between two states of the same tensors and its one object."""
+    data, segments = bytearray(render_header(WeightPayloadFormat.XOR_DELTA)), []
+    for name, item in sorted(new.items()):
+        found = encode_tensor(base[name].data, item.data, dtype=item.dtype)
+        if found is not None:
+            changed = found.changed_elements
+            segments.append((name, found.scheme, len(data), len(found.data), changed))
+            data.extend(found.data)
+    ordered = [new[name] for name in sorted(new)]
+    root = root_digest(tensor_entry(item) for item in base.values())
+    return _manifest(ordered, root, aliases, bytes(data), segments, chunk_bytes), bytes(data)
+
+
+def _manifest(
+    ordered: Sequence[TensorBuffer],
+    base_root: str | None,
+    aliases: Sequence[tuple[str, str]],
+    data: bytes,
+    segments: Sequence[tuple[str, Scheme, int, int, int]],
+    chunk_bytes: int,
+) -> Manifest:
+    entries = tuple(tensor_entry(item) for item in ordered)
+    item = describe_object([memoryview(data)], chunk_bytes=chunk_bytes)
+    is_full = base_root is None
+    return Manifest(
+        payload_format=WeightPayloadFormat.FULL_TENSOR
+        if is_full
+        else WeightPayloadFormat.XOR_DELTA,
+        source_slot_id="publisher:global-rank:0",
+        base_root=base_root,
+        root_digest=root_digest(entries),
+        tensors=entries,
+        aliases=tuple(sorted(aliases)),
+        objects=(item,),
+        segments=tuple(
+            Segment(
+                tensor=name,
+                scheme=scheme,
+                object_id=item.object_id,
+                offset=offset,
+                num_bytes=size,
+                changed_elements=changed,
+            )
+            for name, scheme, offset, size, changed in segments
+        ),
+    )

@@ -1,0 +1,69 @@
+"""A real causal language model small enough for a test: Qwen3 in shape, 64 characters of text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from paceline.refit.model import TensorBuffer
+
+CHARACTERS = "0123456789+-=*/()., abcdefghijklmnopqrstuvwxyz"
+SPECIAL = ("<pad>", "<end>", "<unk>")
+
+
+def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True) -> Path:
+    """Write ``config.json`` and a tokenizer of single characters, no weights; returns the place."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie_word_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def tiny_tokenizer() -> Any:
+    """Return a tokenizer with one token per character."""
+    words = [*SPECIAL, *CHARACTERS]
+    pad, end, unknown = SPECIAL
+    core = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token=unknown))
+    core.pre_tokenizer = Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=pad, eos_token=end, unk_token=unknown
+    )
+
+
+def tiny_model(directory: Path, *, seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the model of ``write_tiny_qwen3`` with weights that the seed decides."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=stream)
+            # Norms stay near 1; the rest is loud enough for continuations that differ.
+            parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 else 0.3 * noise)
+    return model.eval()
+
+
+def write_weights(live: Mapping[str, TensorBuffer], model: torch.nn.Module) -> None:
+    """Overwrite live bytes with a model's, as an install does; call it at a safe point."""
+    wanted = model.state_dict()
+    for name, buffer in live.items():
+        buffer.data[:] = wanted[name].reshape(-1).view(torch.uint8).numpy().data

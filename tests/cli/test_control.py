@@ -1,0 +1,152 @@
+"""``paceline control serve`` and ``paceline versions`` as a person meets them."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import paceline
+from paceline.cli.versions import versions
+from paceline.core.errors import PreflightError
+from paceline.refit import compose
+from paceline.refit.control.auth import write_private_json
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlUnavailableError, NotFoundError
+from paceline.testing.contracts.control import (
+    DESCRIPTION,
+    FULL,
+    GENERATOR,
+    MODEL,
+    TRAINER,
+    TTL_S,
+    shard_of,
+)
+
+SOURCES = str(Path(paceline.__file__).parents[1])
+SERVE = (
+    f"import sys; sys.path.insert(0, {SOURCES!r}); "
+    "from paceline.cli.control import control; control()"
+)
+TIMEOUT_S = 60
+
+
+@dataclass
+class Served:
+    """A service in this process and what reaches it."""
+
+    plane: ControlPlane
+    options: list[str]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    token_file = tmp_path / "tokens.json"
+    compose.create_token_file(token_file)
+    service = compose.start_control_server(token_file=token_file)
+    plane = compose.connect_control(service.address, token_file=token_file)
+    yield Served(plane, ["--control", service.address, "--token-file", str(token_file)])
+    plane.close()
+    service.stop()
+
+
+def publish(plane: ControlPlane) -> str:
+    """Make a described READY version with a reader, and return its uid."""
+    plane.register_worker(TRAINER, ttl_seconds=TTL_S)
+    plane.register_worker(GENERATOR, ttl_seconds=TTL_S)
+    uid = plane.create_version(FULL).uid
+    plane.describe_version(uid, DESCRIPTION)
+    for slot in FULL.expected_source_slots:
+        plane.create_shard(shard_of(uid, slot))
+    plane.acquire_lease(version_id=uid, worker_id="g-0", ttl_seconds=10)
+    return uid
+
+
+def run(*args: str) -> str:
+    """Run a verb of ``paceline versions`` and return what it printed."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(versions, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_ls_shows_versions_as_a_table_and_as_json(served: Served) -> None:
+    """People see state and sequence; programs see every field."""
+    uid = publish(served.plane)
+    table = run("ls", "--model", MODEL, *served.options)
+    assert uid in table
+    assert "READY" in table
+    assert DESCRIPTION.root_digest[:12] in table
+    shown = json.loads(run("ls", "--model", MODEL, "--json", *served.options))
+    assert [version["uid"] for version in shown["versions"]] == [uid]
+    assert shown["versions"][0]["description"]["sequence"] == 3
+    filtered = run("ls", "--model", MODEL, "--run", "other", "--json", *served.options)
+    assert json.loads(filtered) == {"versions": []}
+
+
+def test_show_has_shards_and_readers(served: Served) -> None:
+    """One version with who offers it and who holds it."""
+    uid = publish(served.plane)
+    table = run("show", uid, *served.options)
+    for expected in (uid, "rank-1", "t-0", "g-0", DESCRIPTION.root_digest):
+        assert expected in table
+    shown = json.loads(run("show", uid, "--json", *served.options))
+    assert shown["version"]["state"] == "READY"
+    assert [shard["source_slot_id"] for shard in shown["shards"]] == ["rank-0", "rank-1"]
+    assert [lease["worker_id"] for lease in shown["leases"]] == ["g-0"]
+
+
+def test_errors_pass_to_the_one_place_that_prints_them(served: Served, tmp_path: Path) -> None:
+    """Unknown versions, missing credentials and dead services are our errors with their status."""
+    with pytest.raises(NotFoundError, match="no version 'nope'"):
+        run("show", "nope", *served.options)
+    with pytest.raises(PreflightError, match="cannot read"):
+        run("ls", "--model", MODEL, *served.options[:2], "--credentials", str(tmp_path / "no"))
+
+
+def test_a_role_looks_with_its_credentials(served: Served, tmp_path: Path) -> None:
+    """A credentials file is enough to read."""
+    tokens = json.loads(Path(served.options[3]).read_text())
+    path = tmp_path / "credentials.json"
+    fields = {"role": "rollout", "control_token": tokens["generator"], "data_token": "d"}
+    write_private_json(path, fields)
+    shown = run("ls", "--model", MODEL, "--json", *served.options[:2], "--credentials", str(path))
+    assert json.loads(shown) == {"versions": []}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_runs_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    """It prints its address, answers, and ends with status 0 on SIGTERM and Ctrl-C."""
+    token_file = tmp_path / "tokens.json"
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--token-file", str(token_file)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *arguments, "--create-tokens", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            stop_and_watch(process, token_file=token_file, number=number)
+        finally:
+            process.kill()
+
+
+def stop_and_watch(
+    process: subprocess.Popen[str], *, token_file: Path, number: signal.Signals
+) -> None:
+    """Talk to the service, send the signal, and see it gone."""
+    assert process.stdout is not None
+    address = json.loads(process.stdout.readline())["address"]
+    plane = compose.connect_control(address, token_file=token_file)
+    assert plane.list_versions(MODEL) == []
+    process.send_signal(number)
+    assert process.wait(timeout=TIMEOUT_S) == 0
+    plane.close()
+    gone = compose.connect_control(address, token_file=token_file, timeout_s=0.5)
+    with pytest.raises(ControlUnavailableError):
+        gone.list_versions(MODEL)
+    gone.close()

@@ -1,0 +1,267 @@
+"""Installing a version: everything is proven first; afterwards live is exactly old or new."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.refit.apply import StagedInstall, prove_live, stage_install, write_install
+from paceline.refit.delta.change import Change
+from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
+from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.model import TensorBuffer, TensorEntry
+from paceline.testing.corpus import corpus
+from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
+
+Tensors = dict[str, TensorBuffer]
+
+
+def tensors_of(which: str) -> Tensors:
+    """The whole corpus as one model, before or after."""
+    return {
+        case.name: TensorBuffer(
+            name=case.name,
+            dtype=case.dtype,
+            shape=case.shape,
+            data=memoryview(bytearray(getattr(case, which))),
+        )
+        for case in corpus()
+    }
+
+
+def content(tensors: Mapping[str, TensorBuffer]) -> dict[str, bytes]:
+    return {name: bytes(item.data) for name, item in tensors.items()}
+
+
+def entries_of(tensors: Mapping[str, TensorBuffer]) -> dict[str, TensorEntry]:
+    return {name: tensor_entry(item) for name, item in tensors.items()}
+
+
+def staged(
+    payload: tuple[Manifest, bytes],
+    live: Tensors,
+    *,
+    base: dict[str, TensorEntry] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> StagedInstall:
+    manifest, data = payload
+    objects = {item.object_id: memoryview(data) for item in manifest.objects}
+    return stage_install(manifest, objects, live=live, aliases=aliases or {}, base=base)
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_corpus_installs_bit_for_bit(kind: str) -> None:
+    """The whole corpus arrives in live memory exactly, and only tensors that differ are written."""
+    live, new = tensors_of("base"), tensors_of("new")
+    before = content(live)
+    payload = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
+    install = staged(payload, live, base=entries_of(live))
+    assert content(live) == before
+    write_install(install)
+    assert content(live) == content(new)
+    assert prove_live(live, install.entries) == payload[0].root_digest == install.root_digest
+    assert set(install.changed_names) == {
+        n for n, data in before.items() if data != content(new)[n]
+    }
+    assert prove_live(live, install.entries, only=install.changed_names) == install.root_digest
+
+
+def test_full_over_similar_weights_is_written_as_changes() -> None:
+    """A full payload writes single elements where few differ, so the pause stays short."""
+    live = {"a": TensorBuffer(name="a", dtype="U8", shape=(99,), data=memoryview(bytearray(99)))}
+    new = {"a": replace(live["a"], data=memoryview(bytes(98) + b"\1"))}
+    (write,) = staged(full_payload(new.values()), live).writes
+    assert isinstance(write.new, Change)
+    assert write.new.positions.tolist() == [98]
+
+
+class Breaking(np.ndarray[Any, Any]):
+    """Live memory whose n-th write fails after half of it was done, and n-th undo too."""
+
+    countdown: list[int]
+    fails_for_good = False
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.countdown[0] -= 1
+        left = self.countdown[0]
+        if left == 0 or (left < 0 and self.fails_for_good):
+            flat = np.asarray(self)
+            flat[: len(flat) // 2] = 0
+            raise OSError("no power")
+        super().__setitem__(key, value)
+
+
+def breaking(install: StagedInstall, nth: int, *, for_good: bool = False) -> StagedInstall:
+    countdown = [nth]
+    writes = []
+    for write in install.writes:
+        live = write.live.view(Breaking)
+        live.countdown, live.fails_for_good = countdown, for_good
+        writes.append(replace(write, live=live))
+    return replace(install, writes=tuple(writes))
+
+
+class Interrupting(Breaking):
+    """Live memory that the user interrupts."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.countdown[0] -= 1
+        if self.countdown[0] == 0:
+            raise KeyboardInterrupt
+        np.ndarray.__setitem__(self, key, value)
+
+
+def small(seed: int) -> tuple[Tensors, Tensors]:
+    """Four tensors before and after: two sparse changes, one dense, one that stays."""
+    random = np.random.default_rng(seed)
+    base: Tensors = {}
+    new: Tensors = {}
+    for name, share in (("a", 0.05), ("b", 1.0), ("c", 0.05), ("d", 0.0)):
+        words = random.integers(0, 2**16, 200, dtype=np.uint16)
+        after = np.where(random.random(200) < share, words ^ np.uint16(5), words).astype("<u2")
+        for found, data in ((base, words), (new, after)):
+            found[name] = TensorBuffer(
+                name=name, dtype="BF16", shape=(200,), data=memoryview(bytearray(data.tobytes()))
+            )
+    return base, new
+
+
+@given(st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["full", "delta"]))
+def test_exactly_old_or_exactly_new(seed: int, nth: int, kind: str) -> None:
+    """Whichever write fails, live memory is the old version bit for bit, and a retry works."""
+    live, new = small(seed)
+    before = content(live)
+    payload = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
+    install = staged(payload, live, base=entries_of(live))
+    if nth <= len(install.writes):
+        with pytest.raises(ApplyError, match="no power"):
+            write_install(breaking(_whole_old_values(install), nth))
+        assert content(live) == before
+    write_install(install)
+    assert content(live) == content(new)
+
+
+def _whole_old_values(install: StagedInstall) -> StagedInstall:
+    """Changes as whole replacements: the injected failure damages elements outside a change."""
+    writes = []
+    for write in install.writes:
+        new = write.new
+        if isinstance(new, Change):
+            words = write.live.copy()
+            words[new.positions] ^= new.xor
+            new = words
+        writes.append(replace(write, new=new))
+    return replace(install, writes=tuple(writes))
+
+
+def test_failed_undo_is_said() -> None:
+    """If taking back fails too, the state is uncertain and the error says what to do."""
+    live, new = small(1)
+    install = staged(delta_payload(live, new), live, base=entries_of(live))
+    with pytest.raises(UncertainStateError, match="full version"):
+        write_install(breaking(install, 2, for_good=True))
+
+
+def test_interrupt_undoes_and_passes() -> None:
+    """Ctrl-C in the middle leaves the old version and is still a Ctrl-C."""
+    live, new = small(2)
+    before = content(live)
+    install = staged(delta_payload(live, new), live, base=entries_of(live))
+    writes = []
+    countdown = [3]
+    for write in install.writes:
+        view = write.live.view(Interrupting)
+        view.countdown = countdown
+        writes.append(replace(write, live=view))
+    with pytest.raises(KeyboardInterrupt):
+        write_install(replace(install, writes=tuple(writes)))
+    assert content(live) == before
+
+
+def refused(message: str, payload: tuple[Manifest, bytes], live: Tensors, **more: Any) -> None:
+    """Staging is refused with this message and changes nothing."""
+    before = content(live)
+    with pytest.raises(VerifyError, match=message):
+        staged(payload, live, **more)
+    assert content(live) == before
+
+
+def test_layouts_must_agree() -> None:
+    """Missing, extra, renamed, recast, reshaped and differently tied tensors are named."""
+    live, new = small(3)
+    payload = full_payload(new.values())
+    fewer = {name: item for name, item in live.items() if name != "a"}
+    refused("'a': in the version, not in the engine", payload, fewer)
+    refused("'z': in the engine", payload, {**live, "z": replace(live["a"], name="z")})
+    refused("F16", payload, {**live, "a": replace(live["a"], dtype="F16")})
+    refused(r"\[100, 2\]", payload, {**live, "a": replace(live["a"], shape=(100, 2))})
+    refused("tied", payload, live, aliases={"head": "a"})
+    refused("tied", full_payload(new.values(), aliases=[("head", "a")]), live)
+    refused("bytes", payload, {**live, "a": replace(live["a"], data=live["a"].data[:-2])})
+
+
+def test_deltas_need_their_base() -> None:
+    """A delta applies to one base only: known, equal by root, and equal in live bytes."""
+    live, new = small(4)
+    payload = delta_payload(live, new)
+    base = entries_of(live)
+    refused("known base", payload, live)
+    refused("applies to", payload, live, base=entries_of(new))
+    live["a"].data[0] ^= 1
+    refused("'a': live bytes are not the base", payload, live, base=base)
+
+
+def test_unchanged_tensors_are_proven_too() -> None:
+    """A version that claims a change without bytes for it is refused: no hole."""
+    live, new = small(5)
+    manifest, data = delta_payload(live, new)
+    thin = replace(manifest, segments=manifest.segments[1:])
+    refused("no bytes for it", (thin, data), live, base=entries_of(live))
+
+
+def test_altered_objects_are_refused() -> None:
+    """Wrong bytes, wrong length and a missing object are refused before anything is decoded."""
+    live, new = small(6)
+    manifest, data = delta_payload(live, new)
+    base = entries_of(live)
+    bad = bytearray(data)
+    bad[-1] ^= 1
+    refused("does not have its hash", (manifest, bytes(bad)), live, base=base)
+    refused("bytes instead of", (manifest, data[:-1]), live, base=base)
+    with pytest.raises(VerifyError, match="not fetched"):
+        stage_install(manifest, {}, live=live, aliases={}, base=base)
+
+
+def test_wrong_result_is_refused() -> None:
+    """A payload that decodes to something else than the manifest promised is refused."""
+    live, new = small(7)
+    other = {
+        name: replace(item, data=memoryview(bytearray(item.data))) for name, item in new.items()
+    }
+    other["a"].data[0] ^= 1
+    manifest, data = full_payload(new.values())
+    lying, _ = full_payload(other.values())
+    forged = replace(lying, objects=manifest.objects, segments=manifest.segments)
+    refused("instead of", (forged, data), live)
+
+
+def test_read_only_live_is_refused_early() -> None:
+    """Live memory that cannot be written is found out before the pause."""
+    live, new = small(8)
+    locked = {name: replace(item, data=item.data.toreadonly()) for name, item in live.items()}
+    refused("read-only", full_payload(new.values()), locked)
+
+
+def test_proof_names_what_moved() -> None:
+    """Reading back finds a flipped bit anywhere and names the tensor."""
+    live, _ = small(9)
+    entries = entries_of(live)
+    live["c"].data[7] ^= 0x80
+    with pytest.raises(VerifyError, match="'c'"):
+        prove_live(live, entries.values())
+    with pytest.raises(VerifyError, match="names differ"):
+        prove_live({"c": live["c"]}, entries.values())
