@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
+from paceline.runs.document import BYTES_MAX
 from paceline.runs.model import JobSpec, RestartMode, RoleKind
 from paceline.runs.spec import (
-    BYTES_MAX,
     SpecError,
     Surroundings,
     duration_s,

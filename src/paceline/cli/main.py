@@ -76,12 +76,12 @@ def run(argv: Sequence[str]) -> int:
         sys.stderr.close()
         return ExitStatus.OK
     except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last place that can tell
-        message, kind = _explain(exc)
+        message, kind = explain(exc)
         return _tell(message, kind, as_json)
     return int(status) if isinstance(status, int) else ExitStatus.OK
 
 
-def _explain(exc: BaseException) -> tuple[str, ExitStatus]:
+def explain(exc: BaseException) -> tuple[str, ExitStatus]:
     """Return what to say about an error; a bug's traceback is printed."""
     if isinstance(exc, PacelineError):
         return str(exc), exc.exit_status

@@ -16,7 +16,6 @@ from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
 from paceline.runs.offers import PlanRow, plan_rows, total_dph
 from paceline.runs.run import RunResult
-from paceline.runs.spec import job_of_command
 from paceline.runs.upkeep import end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
@@ -81,6 +80,8 @@ def run(  # noqa: PLR0913 - one parameter per option
     command: tuple[str, ...],
 ) -> int:
     """Rent one machine, run COMMAND there, bring back what it leaves in out/, tear down."""
+    from paceline.runs.spec import job_of_command
+
     role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": shlex.join(command)}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}

@@ -11,7 +11,6 @@ from pathlib import Path
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PreflightError
-from paceline.refit import compose as refit_compose
 from paceline.refit.control.protocol import ControlPlane
 from paceline.rental import BackendAdapter, backend_names, load_backend
 from paceline.rental.orchestrator import Orchestrator
@@ -22,7 +21,6 @@ from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
 from paceline.runs.owner import OwnerLock
 from paceline.runs.run import RunDriver, RunParts, RunResult, Watcher
-from paceline.runs.spec import load_job
 from paceline.store.protocol import Store
 from paceline.store.sqlite import SqliteStore
 
@@ -98,6 +96,8 @@ def open_services(
 
 def read_job(path: Path) -> JobSpec:
     """Read and check a job file against the backends that there are."""
+    from paceline.runs.spec import load_job
+
     return load_job(path, backends=backend_names())
 
 
@@ -170,6 +170,8 @@ def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
     if job.refit is None:
         yield _Control(address=None, plane=None, tokens={})
         return
+    from paceline.refit import compose as refit_compose
+
     token_file = run_dir / "tokens.json"
     tokens = refit_compose.create_token_file(token_file)
     data_token = system.new_nonce(refit_compose.TOKEN_BYTES)

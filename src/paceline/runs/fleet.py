@@ -5,6 +5,7 @@ thread that hangs on a dead machine must not keep the process from ending, the r
 machine outlives both.
 """
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Protocol
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, PreflightError
 from paceline.rental import (
     BackendAdapter,
     InstanceHandle,
@@ -255,14 +256,19 @@ class Fleet:
         backend, handle = self._reach(slot)
         guest = self._guest(slot)
         mine = out / "artifacts" / str(slot)
-        for directory in (out / "logs", mine):
-            directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for directory in (out / "logs", mine):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise PreflightError(f"cannot make {exc.filename}: {exc.strerror}") from exc
         backend.sync_from(handle, guest.path("logs"), out / "logs")
         backend.sync_from(handle, guest.path("out"), mine)
         for path in paths:
-            target = mine / path.rstrip("/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            backend.sync_from(handle, guest.path("work", path.rstrip("/")), target)
+            there = guest.path("work", path.rstrip("/"))
+            # Roles share the list and not every role makes everything on it.
+            asked = f"test -e {shlex.quote(there)}"
+            if backend.run_remote(handle, asked, stream=False, timeout_s=30).code == 0:
+                backend.sync_from(handle, there, mine / path.rstrip("/"))
         return Ready(slot=slot)
 
     def _reach(self, slot: Slot) -> tuple[BackendAdapter, InstanceHandle]:

@@ -8,7 +8,7 @@ go all the same.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -20,6 +20,7 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, InstalledReport
 from paceline.rental import NotProvenGoneError
+from paceline.runs.files import tail_of, write_atomic
 from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
 from paceline.runs.journal import Journal
 from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
@@ -39,20 +40,25 @@ from paceline.runs.report import RunFacts, render_html, report_of, summary_of
 from paceline.runs.signals import Signals
 
 TICK_S = 0.25
-CATCH_UP_S = 10.0
-"""How long engines may take to install the last version after the trainer is done."""
-GRACE_S = 10.0
-"""How long roles may take to end after they were asked to."""
-PULL_S = 300.0
-GONE_S = 120.0
-"""How long teardown may take, on top of what a machine that is still booting may."""
-DESTROY_EVERY_S = 15.0
-"""How long one machine's teardown is waited for before it is asked for again."""
 COST_EVERY_S = 5.0
-TAIL_LINES = 20
-TAIL_BYTES = 16 * 1024
 EVENTS_PAGE = 1000
 PAGES_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long the steps of an ending may take."""
+
+    catch_up_s: float = 10.0
+    """For engines to install the last version after the trainer is done."""
+    grace_s: float = 10.0
+    """For roles to end after they were asked to."""
+    pull_s: float = 300.0
+    """For everything to be brought back."""
+    gone_s: float = 120.0
+    """For machines to be seen gone, on top of what one that is still booting may take."""
+    destroy_every_s: float = 15.0
+    """For one machine's teardown, before it is asked for again."""
 
 
 class Watcher(Protocol):
@@ -84,6 +90,7 @@ class RunParts:
     started_at: str
     redact: Callable[[str], str]
     """Takes this run's tokens out of a text."""
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,9 @@ class RunDriver:
         self._num_pulls = 0
         self._pulls: list[Thread] = []
         self._is_control_down = False
+        self._is_ending = False
+        self._failures: list[Failed] = []
+        self._bugs: list[BaseException] = []
 
     def execute(self) -> RunResult:
         """Run the job to its end and tear everything down.
@@ -203,6 +213,7 @@ class RunDriver:
                 self._move(slot, Phase.LOST)
                 self._note(f"{slot} lost: {reason}")
             case Failed(slot=slot, error=error):
+                self._failures.append(message)
                 if self._views[slot].phase is Phase.RUNNING:
                     self._move(slot, Phase.LOST)
                 self._note(f"{slot}: {error}")
@@ -212,7 +223,11 @@ class RunDriver:
     def _next_message(self) -> Message | None:
         message = self._parts.fleet.next_message(timeout_s=TICK_S)
         if isinstance(message, Broke):
-            raise message.error
+            self._bugs.append(message.error)  # raised when everything is torn down
+            if self._views[message.slot].phase is Phase.RUNNING:
+                self._move(message.slot, Phase.LOST)
+            if not self._is_ending:
+                raise message.error
         return message
 
     def _observe(self) -> Observation:
@@ -321,25 +336,29 @@ class RunDriver:
 
     def _wind_down(self, finish: Finish) -> Finish:
         self._note(f"ending: {finish.reason}")
-        steps = [
+        self._is_ending = True
+        steps = (
             lambda: self._catch_up(finish),
             self._stop_roles,
             self._poll_events,
             self._pull_finally,
             self._poll_cost,
-        ]
+        )
+        errors: list[PacelineError | None] = []
         try:
-            for step in steps:
-                self._attempt(step)
+            errors += [self._attempt(step) for step in steps]
         finally:
-            gone = self._attempt(self._destroy_all)
-        if gone is None:
+            errors.append(self._attempt(self._destroy_all))
+        if self._bugs:
+            raise self._bugs[0]
+        told = [error for error in errors if error is not None]
+        if not told:
             return finish
+        worst = max(told, key=lambda error: error.exit_status)
+        is_worse = finish.status is ExitStatus.OK or isinstance(worst, NotProvenGoneError)
+        reasons = "; ".join((finish.reason, *map(str, told)))
         return replace(
-            finish,
-            outcome=Outcome.FAILED,
-            status=gone.exit_status,
-            reason=f"{finish.reason}; {gone}",
+            finish, status=worst.exit_status if is_worse else finish.status, reason=reasons
         )
 
     def _attempt(self, step: Callable[[], None]) -> PacelineError | None:
@@ -360,7 +379,7 @@ class RunDriver:
             last = self._view.states[-1].version.root_digest if self._view.states else None
             return last is None or all(one.root_digest == last for one in self._installed)
 
-        self._wait(is_done, CATCH_UP_S)
+        self._wait(is_done, self._parts.limits.catch_up_s)
 
     def _stop_roles(self) -> None:
         machines = self._parts.fleet.machines
@@ -368,13 +387,25 @@ class RunDriver:
             if view.phase is Phase.RUNNING and slot in machines:
                 self._parts.fleet.stop(slot)
         self._wait(
-            lambda: all(view.phase is not Phase.RUNNING for view in self._views.values()), GRACE_S
+            lambda: all(view.phase is not Phase.RUNNING for view in self._views.values()),
+            self._parts.limits.grace_s,
         )
 
     def _pull_finally(self) -> None:
+        """Bring everything back; raises PreflightError when something is still missing then."""
+        self._failures.clear()
+        lost = {view.slot for view in self._views.values() if view.phase is Phase.LOST}
         pulls = self._pull_to(self._parts.out)
-        if not self._wait(lambda: not any(pull.is_alive() for pull in pulls), PULL_S):
-            self._note(f"artifacts were not all pulled within {PULL_S:g} s")
+        if not self._wait(
+            lambda: not any(pull.is_alive() for pull in pulls), self._parts.limits.pull_s
+        ):
+            raise PreflightError(
+                f"artifacts were not all pulled within {self._parts.limits.pull_s:g} s"
+            )
+        missing = [failure for failure in self._failures if failure.slot not in lost]
+        if missing:
+            told = "; ".join(f"{failure.slot}: {failure.error}" for failure in missing)
+            raise PreflightError(f"artifacts were not all pulled: {told}")
 
     def _pull_to(self, out: Path) -> list[Thread]:
         paths = self._parts.job.artifacts.pull
@@ -395,12 +426,14 @@ class RunDriver:
                 is_known = machine.instance is not None
                 is_coming = Slot(role=machine.role, index=machine.index) in renting
                 if (is_known or not is_coming) and now_s >= due_s.get(machine.label, 0.0):
-                    due_s[machine.label] = now_s + DESTROY_EVERY_S
+                    due_s[machine.label] = now_s + self._parts.limits.destroy_every_s
                     self._parts.fleet.destroy(machine)
             return not left and not renting
 
         boot_s = max(role.boot_timeout_s for role in self._parts.job.roles)
-        if not self._wait(is_gone, GONE_S + (boot_s if self._parts.fleet.renting else 0)):
+        if not self._wait(
+            is_gone, self._parts.limits.gone_s + (boot_s if self._parts.fleet.renting else 0)
+        ):
             left = ", ".join(m.label for m in self._parts.rental.machines(self._parts.run_id))
             raise NotProvenGoneError(
                 f"not proven gone and maybe still billing: {left}; run paceline gc --yes"
@@ -444,15 +477,19 @@ class RunDriver:
             },
         )
         paths = {"report": str(out / "report.json"), "html": str(out / "report.html")}
-        report = report_of(self._view, facts) | paths
-        write_atomic(out / "report.json", json.dumps(report, indent=1) + "\n")
-        write_atomic(out / "report.html", render_html(self._view, facts))
+        lost = self._attempt(lambda: self._write_report(facts, paths))
+        status = lost.exit_status if lost and finish.status is ExitStatus.OK else finish.status
         return RunResult(
-            status=finish.status,
+            status=status,
             outcome=finish.outcome,
             message=self._parts.redact(self._message(finish)),
             summary=summary_of(self._view, facts) | paths,
         )
+
+    def _write_report(self, facts: RunFacts, paths: Mapping[str, str]) -> None:
+        report = {**report_of(self._view, facts), **paths}
+        write_atomic(Path(paths["report"]), json.dumps(report, indent=1) + "\n")
+        write_atomic(Path(paths["html"]), render_html(self._view, facts))
 
     def _message(self, finish: Finish) -> str:
         if finish.slot is None:
@@ -472,28 +509,3 @@ def _failed(message: Failed) -> Finish:
         reason=f"{message.slot}: {message.error}",
         slot=message.slot,
     )
-
-
-def tail_of(log: Path, *, count: int = TAIL_LINES) -> list[str]:
-    """Return the last ``count`` lines of a log; none when there is no such file."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read(TAIL_BYTES)
-    except FileNotFoundError:
-        return []
-    return text.decode("utf-8", "replace").splitlines()[-count:]
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file or leave the old one. Raises PreflightError when it cannot be written."""
-    scratch = path.with_name(path.name + ".new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as exc:
-        raise PreflightError(
-            f"cannot write {path}: {exc.strerror}; free space or choose another --out"
-        ) from exc

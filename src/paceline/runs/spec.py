@@ -1,19 +1,19 @@
 """YAML -> frozen JobSpec; every mistake at once, each with file:line and what would be right.
 
-The text is composed into a tree that knows its lines, each section is checked by a pydantic model
+The text becomes a document that knows its lines (``document.py``), each section is checked by a pydantic model
 of its own, and what holds between sections is checked on the sections that came out right: so one
 mistake never hides another. Everything here is bounded, the file comes from outside.
 """
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,6 +26,7 @@ from pydantic import (
 
 from paceline.core.errors import UsageError
 from paceline.rental.catalogue import parse_target
+from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
     ArtifactSpec,
     Budget,
@@ -36,14 +37,10 @@ from paceline.runs.model import (
     RoleSpec,
 )
 
-BYTES_MAX = 256 * 1024
-NODES_MAX = 10_000
-DEPTH_MAX = 20
 FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Backends that cost nothing; every other one needs a budget."""
 HARD_OVER_SOFT = 1.5
 PORT_MAX = 65535
-SHOWN_MAX = 60
 ROLLOUT_RESTARTS = 3
 
 # Names become part of run ids and of machine labels, which providers limit.
@@ -51,17 +48,6 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
 _DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One mistake in a job file."""
-
-    line: int
-    """From 1."""
-    path: str
-    """Keys from the top, joined by dots; empty for the file as a whole."""
-    message: str
 
 
 class SpecError(UsageError):
@@ -109,7 +95,7 @@ def load_job(path: Path, *, backends: Collection[str]) -> JobSpec:
 def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     """Return the job that ``data`` describes. Raises SpecError, and nothing else."""
     problems: list[Problem] = []
-    tree = _Tree.read(data, problems)
+    tree = Document.read(data, problems)
     if not problems:
         job = _Checker(tree=tree, around=around, problems=problems).job()
         if job is not None and not problems:
@@ -125,7 +111,7 @@ def job_of_command(
     if budget_usd is not None:
         job["budget"] = {"soft_usd": budget_usd, "hard_usd": budget_usd}
     around = Surroundings(base=Path(), backends=backends, is_dir=_is_dir)
-    return parse_job(yaml.safe_dump(job).encode(), source="command line", around=around)
+    return parse_job(json.dumps(job).encode(), source="command line", around=around)
 
 
 def duration_s(value: object) -> object:
@@ -168,7 +154,7 @@ def _known_backends(value: list[str], info: ValidationInfo) -> list[str]:
     known = _around(info).backends
     for name in value:
         if name not in known:
-            raise ValueError(f"unknown backend {_shown(name)}; {_nearest(name, known)}")
+            raise ValueError(f"unknown backend {shown(name)}; {_nearest(name, known)}")
     if not value or len(set(value)) != len(value):
         raise ValueError("name at least one backend, each once")
     return value
@@ -186,14 +172,14 @@ def _inside(value: list[str]) -> list[str]:
     for item in value:
         path = PurePosixPath(_blank(item))
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{_shown(item)} must be a path below the working directory")
+            raise ValueError(f"{shown(item)} must be a path below the working directory")
     return value
 
 
 def _environment(value: Mapping[str, str | int]) -> dict[str, str]:
     for key in value:
         if not _ENV_KEY.fullmatch(key) or key.startswith("PACELINE_"):
-            raise ValueError(f"{_shown(key)} cannot be set: not a variable name, or ours")
+            raise ValueError(f"{shown(key)} cannot be set: not a variable name, or ours")
     return {key: _no_nul(str(item)) for key, item in value.items()}
 
 
@@ -206,7 +192,7 @@ def _env_item(value: object) -> object:
 def _listen(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > PORT_MAX:
-        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:0, got {_shown(value)}")
+        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:0, got {shown(value)}")
     return value
 
 
@@ -277,7 +263,7 @@ _SectionT = TypeVar("_SectionT", bound=_Section)
 class _Checker:
     """Checks one tree; what is wrong is appended to ``problems``."""
 
-    def __init__(self, *, tree: "_Tree", around: Surroundings, problems: list[Problem]) -> None:
+    def __init__(self, *, tree: Document, around: Surroundings, problems: list[Problem]) -> None:
         self._tree = tree
         self._around = around
         self._problems = problems
@@ -349,7 +335,7 @@ class _Checker:
         self, model: type[_SectionT], path: tuple[str, ...], value: object
     ) -> _SectionT | None:
         if not isinstance(value, dict):
-            self._say(path, f"expected a mapping with keys {_keys(model)}, got {_shown(value)}")
+            self._say(path, f"expected a mapping with keys {_keys(model)}, got {shown(value)}")
             return None
         try:
             return model.model_validate(value, context=self._around)
@@ -362,7 +348,7 @@ class _Checker:
     def _name(self, path: tuple[str, ...], value: str, what: str) -> None:
         if not _NAME.fullmatch(value):
             at = path or ("name",)
-            self._say(at, f"{what} must be 1 to 31 of a-z, 0-9 and inner -, got {_shown(value)}")
+            self._say(at, f"{what} must be 1 to 31 of a-z, 0-9 and inner -, got {shown(value)}")
 
     def _say(self, path: tuple[str, ...], message: str) -> None:
         line = self._tree.line(path)
@@ -389,7 +375,7 @@ def _explain(error: Mapping[str, Any], model: type[_Section]) -> str:
         "literal_error": str(context.get("expected")),
     }.get(kind)
     wanted = f"expected {expected}" if expected else str(error["msg"])
-    return wanted if "env" in loc else f"{wanted}, got {_shown(given)}"
+    return wanted if "env" in loc else f"{wanted}, got {shown(given)}"
 
 
 def _nearest(word: str, known: Collection[str]) -> str:
@@ -400,12 +386,6 @@ def _nearest(word: str, known: Collection[str]) -> str:
 
 def _keys(model: type[_Section]) -> str:
     return ", ".join(model.model_fields)
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if isinstance(value, str | int | float | bool) else type(value).__name__
-    text = {"NoneType": "nothing", "dict": "a mapping", "list": "a list"}.get(text, text)
-    return text if len(text) <= SHOWN_MAX else text[:SHOWN_MAX] + "..."
 
 
 def _kinds(roles: Mapping[str, _Role]) -> dict[str, RoleKind]:
@@ -459,101 +439,6 @@ def _refit(refit: _Refit) -> RefitSpec:
 
 def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
     return ArtifactSpec(pull=tuple(artifacts.pull), every_s=artifacts.every, keep=artifacts.keep)
-
-
-class _Tree:
-    """Plain values and the line that each path came from."""
-
-    def __init__(self) -> None:
-        self.value: object = None
-        self._lines: dict[tuple[str, ...], int] = {}
-        self._nodes = 0
-
-    @classmethod
-    def read(cls, data: bytes, problems: list[Problem]) -> "_Tree":
-        """Compose YAML; what is wrong with the text itself goes to ``problems``."""
-        tree = cls()
-        try:
-            tree._fill(data)
-        except _TextError as exc:
-            problems.append(Problem(line=exc.line, path="", message=str(exc)))
-        except UnicodeDecodeError as exc:
-            line = data.count(b"\n", 0, exc.start) + 1
-            problems.append(Problem(line=line, path="", message="not UTF-8 text"))
-        except RecursionError:
-            problems.append(Problem(line=1, path="", message="nested too deeply"))
-        except yaml.YAMLError as exc:
-            mark = getattr(exc, "problem_mark", None)
-            what = getattr(exc, "problem", None) or str(exc).splitlines()[0]
-            line = mark.line + 1 if mark else 1
-            problems.append(Problem(line=line, path="", message=f"not YAML: {what}"))
-        return tree
-
-    def _fill(self, data: bytes) -> None:
-        if len(data) > BYTES_MAX:
-            raise _TextError(1, f"larger than {BYTES_MAX} bytes; a job file is small")
-        root = yaml.compose(data.decode("utf-8"), Loader=yaml.SafeLoader)
-        self.value = None if root is None else self._convert(root, (), 0)
-
-    def line(self, path: tuple[str, ...]) -> int:
-        """Return the line of the nearest thing on ``path`` that the file has."""
-        while path and path not in self._lines:
-            path = path[:-1]
-        return self._lines.get(path, 1)
-
-    def _convert(self, node: yaml.Node, path: tuple[str, ...], depth: int) -> object:
-        line = node.start_mark.line + 1
-        self._nodes += 1
-        if self._nodes > NODES_MAX or depth > DEPTH_MAX:
-            raise _TextError(line, f"more than {NODES_MAX} values, or nested over {DEPTH_MAX} deep")
-        self._lines.setdefault(path, line)
-        if isinstance(node, yaml.MappingNode):
-            return dict(self._pairs(node, path, depth))
-        if isinstance(node, yaml.SequenceNode):
-            return [
-                self._convert(item, (*path, str(index)), depth + 1)
-                for index, item in enumerate(node.value)
-            ]
-        return _scalar(node)
-
-    def _pairs(
-        self, node: yaml.MappingNode, path: tuple[str, ...], depth: int
-    ) -> Iterator[tuple[str, object]]:
-        seen: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _TextError(line, "a key must be plain text")
-            key = str(key_node.value)
-            if key in seen:
-                raise _TextError(line, f"key {_shown(key)} is there already, on line {seen[key]}")
-            seen[key] = line
-            self._lines[(*path, key)] = line
-            yield key, self._convert(value_node, (*path, key), depth + 1)
-
-
-class _TextError(Exception):
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-def _scalar(node: yaml.Node) -> object:
-    """Return null, booleans and numbers as such; everything else, dates too, as its text."""
-    kind = node.tag.rpartition(":")[2]
-    text = str(node.value)
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() in {"yes", "true", "on"}
-    try:
-        if kind == "int":
-            return int(text.replace("_", ""), 10)
-        if kind == "float":
-            return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-    except ValueError:  # 0x1f, 1:30 and the like: text, which the section then refuses or takes
-        return text
-    return text
 
 
 def _is_dir(path: Path) -> bool:

@@ -1,0 +1,33 @@
+"""Local files of a run: logs are read from their end, reports are written whole."""
+
+from pathlib import Path
+
+from paceline.core.errors import PreflightError
+
+TAIL_LINES = 20
+TAIL_BYTES = 16 * 1024
+
+
+def tail_of(log: Path, *, count: int = TAIL_LINES) -> list[str]:
+    """Return the last ``count`` lines of a log; none when there is no such file."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return []
+    return text.decode("utf-8", "replace").splitlines()[-count:]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a whole file or leave the old one. Raises PreflightError when it cannot be written."""
+    scratch = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot write {path}: {exc.strerror}; free space or choose another --out"
+        ) from exc

@@ -1,0 +1,338 @@
+"""The driver over fakes that behave: machines that get lost, money that runs out, bugs, delays."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ExitStatus
+from paceline.rental import (
+    BackendAdapter,
+    ExitCode,
+    InstanceHandle,
+    InstanceStatus,
+    NoOffersError,
+    NotProvenGoneError,
+    Offer,
+    OfferConstraints,
+    RemoteCommandError,
+    SshUnreachableError,
+)
+from paceline.rental.lifecycle import MachineState
+from paceline.rental.orchestrator import RentRequest
+from paceline.rental.records import Machine, RentedOffer
+from paceline.runs.fleet import Fleet, FleetParts
+from paceline.runs.journal import Journal
+from paceline.runs.model import Budget, JobSpec, Outcome, RestartMode, RoleKind, RoleSpec
+from paceline.runs.plan import SlotView
+from paceline.runs.queries import RunView
+from paceline.runs.run import Limits, RunDriver, RunParts, RunResult
+from paceline.system import system_clock
+
+
+class FakeCloud:
+    """Machines in memory: signs the backend's contract and what a run asks of the rental half."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.alive: dict[str, Machine] = {}
+        self.num_rented = 0
+        self.usd = 0.0
+        self.commands: dict[str, Callable[[str], int]] = {}
+        """Role -> what its command does; given the label, returns an exit status."""
+        self.refuse: dict[str, Exception] = {}
+        self.rent_gate = threading.Event()
+        self.rent_gate.set()
+        self.ended: dict[str, threading.Event] = {}
+        self.never_gone: set[str] = set()
+
+    # what a run asks of the rental half
+
+    def rent(self, request: RentRequest) -> Machine:
+        if request.role in self.refuse:
+            raise self.refuse[request.role]
+        self.num_rented += 1
+        label = f"{request.run_id}-{request.role}-{request.index}-{self.num_rented}"
+        machine = Machine(
+            label=label,
+            run_id=request.run_id,
+            role=request.role,
+            index=request.index,
+            backend="fake",
+            offer=RentedOffer(id="o", gpu_name="cpu", num_gpus=1, dph=1.0),
+            state=MachineState.INTENDED,
+            intended_at=0.0,
+        )
+        self.alive[label] = machine
+        assert self.rent_gate.wait(20)
+        handle = InstanceHandle("fake", label, label, 0.0)
+        machine = replace(machine, state=MachineState.RUNNING, instance=handle)
+        self.ended[label] = threading.Event()
+        self.alive[label] = machine
+        return machine
+
+    def destroy(self, machine: Machine | str) -> None:
+        label = machine if isinstance(machine, str) else machine.label
+        known = self.alive.get(label)
+        assert known is None or known.instance is not None, "destroyed while being created"
+        if known is not None and known.role in self.never_gone:
+            raise NotProvenGoneError(f"{label} is still there")
+        self.lose(label)
+
+    def lose(self, label: str) -> None:
+        """Make a machine vanish, with what runs on it."""
+        if self.alive.pop(label, None) is not None:
+            self.ended[label].set()
+
+    def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
+        return tuple(m for m in self.alive.values() if run_id in {None, m.run_id})
+
+    def cost_usd(self, run_id: str) -> float:
+        return self.usd
+
+    # what the backend signs
+
+    def search_offers(self, c: OfferConstraints) -> list[Offer]:
+        raise NoOffersError("not asked in these tests")
+
+    def provision(
+        self, offer_id: str, *, disk_gb: int, image: str, ssh_pubkey_path: Path, label: str
+    ) -> InstanceHandle:
+        raise NoOffersError("not asked in these tests")
+
+    def wait_running(self, h: InstanceHandle, *, timeout_s: int = 1200) -> None:
+        self._reach(h)
+
+    def sync_to(
+        self,
+        h: InstanceHandle,
+        src: Path,
+        dst: str,
+        *,
+        excludes: Iterable[str] = (),
+        includes: Iterable[str] = (),
+        delete: bool = False,
+    ) -> None:
+        self._reach(h)
+
+    def run_remote(
+        self,
+        h: InstanceHandle,
+        command: str,
+        *,
+        env: Mapping[str, str] = {},
+        stream: bool = True,
+        timeout_s: int | None = None,
+    ) -> ExitCode:
+        machine = self._reach(h)
+        code = 0
+        if "stop.sh" in command:
+            self.ended[h.label].set()
+        elif "start.sh" in command:
+            code = self.commands[machine.role](h.label)
+        return ExitCode(code, 0.0)
+
+    def sync_from(
+        self,
+        h: InstanceHandle,
+        src: str,
+        dst: Path,
+        *,
+        includes: Iterable[str] = (),
+        excludes: Iterable[str] = (),
+    ) -> None:
+        self._reach(h)
+        if src.endswith("/logs"):
+            (dst / f"{self.alive[h.label].role}-0.log").write_text("said something\n")
+
+    def status(self, h: InstanceHandle) -> InstanceStatus:
+        state = "running" if h.label in self.alive else "destroyed"
+        return InstanceStatus(state, "cpu", 1, None, None, {})
+
+    def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
+        self.lose(h.label)
+
+    def _reach(self, h: InstanceHandle) -> Machine:
+        if h.label not in self.alive:
+            raise SshUnreachableError(f"{h.label} does not answer")
+        return self.alive[h.label]
+
+    def until_ended(self, label: str) -> int:
+        assert self.ended[label].wait(20)
+        return 143
+
+
+class Notes:
+    """Remembers what was told; ``on_note`` may act on it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.on_note: Callable[[str], None] = lambda text: None
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+        self.on_note(text)
+
+    def progress(self, view: RunView, slots: Iterable[SlotView]) -> None:
+        """Take no notice."""
+
+
+def role(name: str, kind: RoleKind, **more: object) -> RoleSpec:
+    base = RoleSpec(name=name, kind=kind, backends=("fake",), gpu="cpu-1x", run="x")
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+TRAINER = role("trainer", RoleKind.TRAINER)
+ROLLOUT = role("rollout", RoleKind.ROLLOUT, restart=RestartMode.ON_FAILURE, max_restarts=1)
+
+
+class World:
+    """One run over one fake cloud."""
+
+    def __init__(self, out: Path, *roles: RoleSpec, budget: Budget | None = None) -> None:
+        self.cloud = FakeCloud()
+        self.notes = Notes()
+        self.out = out
+        self.job = JobSpec(name="job", roles=roles, budget=budget)
+
+    def execute(self, limits: Limits | None = None) -> RunResult:
+        backend: BackendAdapter = self.cloud
+        fleet = Fleet(
+            FleetParts(
+                job=self.job,
+                run_id="job-1",
+                rental=self.cloud,
+                backend=lambda name: backend,
+                env_of=lambda slot, name: {},
+                credentials_of=lambda role: {},
+                ssh_pubkey_path=Path("key"),
+            )
+        )
+        parts = RunParts(
+            job=self.job,
+            run_id="job-1",
+            out=self.out,
+            clock=system_clock(),
+            rental=self.cloud,
+            fleet=fleet,
+            control=None,
+            watcher=self.notes,
+            journal=Journal(self.out / "events.jsonl", clock=system_clock()),
+            started_at="2026-01-01T00:00:00Z",
+            redact=lambda text: text,
+            limits=limits or Limits(),
+        )
+        return RunDriver(parts).execute()
+
+
+def test_a_lost_machine_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A rollout whose machine vanishes gets another; the trainer does not notice."""
+    world = World(tmp_path, TRAINER, ROLLOUT)
+    replaced = threading.Event()
+
+    def rollout(label: str) -> int:
+        if label.endswith("-0-3"):
+            replaced.set()
+            return world.cloud.until_ended(label)
+        world.cloud.lose(label)
+        return 137
+
+    world.cloud.commands = {
+        "trainer": lambda label: 0 if replaced.wait(20) else 9,
+        "rollout": rollout,
+    }
+    result = world.execute()
+    assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.OK)
+    assert world.cloud.num_rented == 3
+    assert world.cloud.alive == {}
+
+
+def test_the_hard_cap_tears_down(tmp_path: Path) -> None:
+    """Money spent is looked at while the run goes on; at the cap everything ends."""
+    world = World(tmp_path, TRAINER, budget=Budget(soft_usd=1.0, hard_usd=2.0))
+    world.cloud.usd = 2.5
+    world.cloud.commands = {"trainer": world.cloud.until_ended}
+    result = world.execute()
+    assert result.status is ExitStatus.FAILED
+    assert "hard cap of 2.00 USD" in result.message
+    assert any("soft cap" in line for line in world.notes.lines)
+    assert world.cloud.alive == {}
+    assert result.summary["cost_usd"] == 2.5
+
+
+def test_a_role_that_cannot_be_rented_ends_the_others(tmp_path: Path) -> None:
+    """One refusal is the run's, with its own status; what was rented meanwhile goes."""
+    world = World(tmp_path, TRAINER, ROLLOUT)
+    world.cloud.refuse = {"rollout": NoOffersError("nothing fits rollout")}
+    result = world.execute()
+    assert result.status is ExitStatus.PROVISION
+    assert "nothing fits rollout" in result.message
+    assert world.cloud.alive == {}
+
+
+def test_a_machine_that_comes_up_late_is_not_forgotten(tmp_path: Path) -> None:
+    """A create call under way when the run ends is waited for, then its machine is ended."""
+    world = World(tmp_path, TRAINER, ROLLOUT)
+    world.cloud.refuse = {"rollout": NoOffersError("nothing fits")}
+    world.cloud.rent_gate.clear()
+
+    def on_note(text: str) -> None:
+        if text.startswith("ending"):
+            threading.Timer(0.4, world.cloud.rent_gate.set).start()
+
+    world.notes.on_note = on_note
+    result = world.execute()
+    assert result.status is ExitStatus.PROVISION
+    assert world.cloud.num_rented == 1
+    assert world.cloud.alive == {}
+
+
+def test_a_bug_in_a_thread_is_raised_after_the_teardown(tmp_path: Path) -> None:
+    """What nobody thought of is not hidden, and costs no machine."""
+    world = World(tmp_path, TRAINER)
+
+    def broken(label: str) -> int:
+        raise ZeroDivisionError(label)
+
+    world.cloud.commands = {"trainer": broken}
+    with pytest.raises(ZeroDivisionError):
+        world.execute()
+    assert world.cloud.alive == {}
+
+
+def test_an_error_of_ours_in_a_role_is_a_result(tmp_path: Path) -> None:
+    """A machine error that is not about reachability counts as lost: the trainer's ends the run."""
+    world = World(tmp_path, TRAINER)
+
+    def refused(label: str) -> int:
+        raise RemoteCommandError("no shell there")
+
+    world.cloud.commands = {"trainer": refused}
+    result = world.execute()
+    assert result.status is ExitStatus.FAILED
+    assert "trainer-0" in result.message
+    assert any("no shell there" in line for line in world.notes.lines)
+
+
+def test_a_machine_that_is_not_proven_gone_is_named(tmp_path: Path) -> None:
+    """A success whose machine does not go has a status of its own and names the machine."""
+    world = World(tmp_path, TRAINER)
+    world.cloud.commands = {"trainer": lambda label: 0}
+    world.cloud.never_gone = {"trainer"}
+    result = world.execute(Limits(gone_s=0.5))
+    assert result.status is ExitStatus.NOT_PROVEN_GONE
+    assert "job-1-trainer-0-1" in result.message
+    assert "paceline gc" in result.message
+
+
+def test_what_happened_is_in_the_journal(tmp_path: Path) -> None:
+    """Starts, ends and the finish are on disk, in order, whoever reads them later."""
+    world = World(tmp_path, TRAINER)
+    world.cloud.commands = {"trainer": lambda label: 3}
+    world.execute()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    names = [line.partition('"event": "')[2].partition('"')[0] for line in lines]
+    assert names == ["role.started", "role.exited", "run.finished"]
