@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -346,9 +345,9 @@ sys.exit(5 if len(sys.argv) > 1 else 0)
 
 def test_what_workers_tell_the_control_service_is_in_the_result(operator: Operator) -> None:
     """Events told over gRPC with the machine's own token are in progress, JSON and report."""
-    (operator.home / "worker.py").write_text(WORKER)
-    shutil.copytree(ROOT / "src" / "paceline", operator.home / "paceline")
-    trainer = role("python worker.py", workdir=".", exclude=["/state/", "/out/"])
+    (operator.home / "code").mkdir()
+    (operator.home / "code" / "worker.py").write_text(WORKER)
+    trainer = role("python worker.py", workdir="code")
     operator.job(f"name: told\nrefit: {{model: m}}\nroles:\n  trainer: {trainer}\n")
     status, out, err = operator.type("up", "job.yaml", "--yes", "--json", "--out", "out")
     found = json.loads(out)
@@ -363,9 +362,9 @@ def test_what_workers_tell_the_control_service_is_in_the_result(operator: Operat
 
 def test_no_token_is_shown_or_kept(operator: Operator) -> None:
     """A role that prints its token does not get it into our error; our own files do not hold it."""
-    (operator.home / "worker.py").write_text(WORKER)
-    shutil.copytree(ROOT / "src" / "paceline", operator.home / "paceline")
-    trainer = role("python worker.py fail", workdir=".", exclude=["/state/", "/out/"])
+    (operator.home / "code").mkdir()
+    (operator.home / "code" / "worker.py").write_text(WORKER)
+    trainer = role("python worker.py fail", workdir="code")
     operator.job(f"name: leak\nrefit: {{model: m}}\nroles:\n  trainer: {trainer}\n")
     status, out, err = operator.type("up", "job.yaml", "--yes", "--json", "--out", "out")
     assert status == 1
