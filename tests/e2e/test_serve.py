@@ -29,10 +29,7 @@ from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
 pytestmark = pytest.mark.e2e
 
 SOURCES = str(Path(paceline.__file__).parents[1])
-SERVE = (
-    f"import sys; sys.path.insert(0, {SOURCES!r}); from paceline.cli.serve import serve; "
-    "sys.exit(serve.main(standalone_mode=False))"
-)
+SERVE = f"import sys; sys.path.insert(0, {SOURCES!r}); from paceline.cli.main import main; main()"
 DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 TIMEOUT_S = 90.0
 
@@ -80,7 +77,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
     def spawn(index: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "--model", str(model_dir), "--grace", "5"],
+            [sys.executable, "-c", SERVE, "serve", "--model", str(model_dir), "--grace", "5"],
             env={
                 "PACELINE_CONTROL": service.address,
                 "PACELINE_CREDENTIALS": str(credentials),
@@ -137,7 +134,11 @@ def test_two_engines_from_loading_to_the_end(run: Run) -> None:
     assert all(each.fetched_bytes > 0 and each.state == "ready" for each in second)
 
     rollouts = compose.connect_rollouts(
-        run.control, model_name="m", run_id="r", max_staleness=0, credentials=run.credentials
+        run.control,
+        model_name="m",
+        run_id="r",
+        max_staleness=0,
+        data_token=compose.load_credentials(run.credentials).data_token,
     )
     prompts = [[10, 11], [12], [13, 14, 15]] * 4
     sampling = Sampling(max_tokens=8, n=2, seed=1, ignore_eos=True)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.refit.apply import StagedInstall, prove_live, stage_install, write_install
-from paceline.refit.delta.change import Change
+from paceline.refit.delta.change import Change, as_words
+from paceline.refit.delta.order import kind_of
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry
@@ -53,6 +54,10 @@ def staged(
     return stage_install(manifest, objects, live=live, aliases=aliases or {}, base=base)
 
 
+def _words(item: TensorBuffer) -> list[int]:
+    return as_words(item.data, kind_of(item.dtype).width).tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("kind", ["full", "delta"])
 def test_corpus_installs_bit_for_bit(kind: str) -> None:
     """The whole corpus arrives in live memory exactly, and only tensors that differ are written."""
@@ -61,6 +66,11 @@ def test_corpus_installs_bit_for_bit(kind: str) -> None:
     payload = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
     install = staged(payload, live, base=entries_of(live))
     assert content(live) == before
+    differing = sum(
+        sum(a != b for a, b in zip(_words(live[name]), _words(new[name]), strict=True))
+        for name in live
+    )
+    assert install.changed_elements == differing
     write_install(install)
     assert content(live) == content(new)
     assert prove_live(live, install.entries) == payload[0].root_digest == install.root_digest

@@ -45,7 +45,8 @@ class TensorWrite:
     live: Words
     """The live memory itself, as words."""
     new: Change | Words
-    """Elements to flip, or all the new words."""
+    """Elements to flip if they are few, else all the new words."""
+    changed_elements: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,13 +102,13 @@ def stage_install(
     for segment in manifest.segments:
         data = objects[segment.object_id][segment.offset : segment.offset + segment.num_bytes]
         write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data)
-        if len(write.new):
+        if write.changed_elements:
             writes.append(write)
     return StagedInstall(
         root_digest=manifest.root_digest,
         entries=manifest.tensors,
         writes=tuple(writes),
-        changed_elements=sum(len(write.new) for write in writes),
+        changed_elements=sum(write.changed_elements for write in writes),
         total_elements=sum(_num_elements(buffer) for buffer in live.values()),
     )
 
@@ -220,16 +221,21 @@ def _stage_tensor(
     if not live.flags.writeable and len(live):
         raise VerifyError(f"tensor {entry.name!r}: the live buffer is read-only")
     found = decode_tensor(data, scheme=segment.scheme, base=here.data, dtype=entry.dtype)
-    is_change = isinstance(found, Change)
     digest = _digest_after(live, found) if isinstance(found, Change) else content_digest(found)
     if digest != entry.digest:
         raise VerifyError(
             f"tensor {entry.name!r}: digest {digest} instead of {entry.digest} after the change"
         )
-    new = found if isinstance(found, Change) else _smaller(here.data, found, width)
-    if is_change and len(new) != segment.changed_elements:
-        raise VerifyError(f"tensor {entry.name!r}: {len(new)} changes, the manifest differs")
-    return TensorWrite(name=entry.name, live=live, new=new)
+    if isinstance(found, Change):
+        num_changed, new = len(found), _few_or_all(live, found)
+        if num_changed != segment.changed_elements:
+            raise VerifyError(
+                f"tensor {entry.name!r}: {num_changed} elements change, "
+                f"the manifest says {segment.changed_elements}"
+            )
+    else:
+        num_changed, new = _compared(here.data, found, width)
+    return TensorWrite(name=entry.name, live=live, new=new, changed_elements=num_changed)
 
 
 def _digest_after(live: Words, change: Change) -> str:
@@ -243,13 +249,23 @@ def _digest_after(live: Words, change: Change) -> str:
     return hasher.hexdigest()
 
 
-def _smaller(old: Buffer, new: memoryview, width: int) -> Change | Words:
-    """Return the change from live to ``new`` if few elements differ, else the new words."""
+def _few_or_all(live: Words, change: Change) -> Change | Words:
+    """Return a change as new words once its positions would take more room than those."""
+    if len(change) * _FEW <= len(live):
+        return change
+    words = live.copy()
+    words[change.positions] ^= change.xor
+    return words
+
+
+def _compared(old: Buffer, new: memoryview, width: int) -> tuple[int, Change | Words]:
+    """Count what differs; return it as a change if it is little, else all the new words."""
     before, after = as_words(old, width), as_words(new, width)
     num_changed = sum(
         int(np.count_nonzero(before[part] != after[part])) for part in blocks(len(after), width)
     )
-    return diff(old, new, width=width) if num_changed * _FEW <= len(after) else after
+    few = num_changed * _FEW <= len(after)
+    return num_changed, diff(old, new, width=width) if few else after
 
 
 def _write_tensor(write: TensorWrite, journal: list[tuple[Words, _Where, Words]]) -> None:

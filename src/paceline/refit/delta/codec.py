@@ -16,8 +16,8 @@ from paceline.refit.delta.stream import Cursor, new_compressor
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.v1 import Scheme
 
-_SPARSE = 16
-"""Below one change in this many elements DENSE is not tried: it has never won there."""
+_GOOD = 4
+"""DENSE costs a pass over the whole tensor; it is not tried once GAP is this many times smaller."""
 _SMALL_BYTES = 2**16
 """Tensors up to this size are measured every way; that costs nothing."""
 
@@ -49,7 +49,7 @@ def encode_tensor(base: Buffer, new: Buffer, *, dtype: str) -> EncodedTensor | N
     found = [EncodedTensor(scheme=Scheme.RAW, data=new, changed_elements=changed)]
     if sparse is not None:
         found.append(EncodedTensor(scheme=Scheme.GAP, data=sparse, changed_elements=changed))
-    if sparse is None or changed * _SPARSE > len(now) or now.nbytes <= _SMALL_BYTES:
+    if sparse is None or len(sparse) * _GOOD > now.nbytes or now.nbytes <= _SMALL_BYTES:
         data = _encode_dense(old, now, kind)
         found.append(EncodedTensor(scheme=Scheme.DENSE, data=data, changed_elements=changed))
     return min(found, key=lambda item: len(item.data))
