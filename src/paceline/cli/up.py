@@ -15,7 +15,7 @@ from paceline.runs import compose
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
 from paceline.runs.offers import PlanRow, plan_rows, total_dph
-from paceline.runs.run import RunResult
+from paceline.runs.outcome import RunResult
 from paceline.runs.upkeep import end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
