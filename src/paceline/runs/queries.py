@@ -84,7 +84,7 @@ class RunView:
     unknown: tuple[Installed, ...]
     """Installs of states that nobody published: they count as mismatches."""
     engines: tuple[str, ...]
-    """Worker ids in the order in which they first installed something."""
+    """Ids of the workers that installed something, sorted."""
     refused: int
     """How often an engine refused a version."""
     malformed: int
@@ -137,6 +137,11 @@ class EngineEnd:
     root_digest: str
 
 
+def short_name(worker_id: str, run_id: str) -> str:
+    """Return a worker's id as people read it inside its own run."""
+    return worker_id.removeprefix(f"{run_id}-")
+
+
 def view_of(events: Iterable[Event]) -> RunView:
     """Fold events, in the order of the control service, into what they say."""
     by_name: dict[str, list[Event]] = {}
@@ -158,7 +163,7 @@ def view_of(events: Iterable[Event]) -> RunView:
         steps=tuple(by_step[step] for step in sorted(by_step)),
         states=_states(versions.values(), installs),
         unknown=_unknown(versions.values(), installs),
-        engines=tuple(dict.fromkeys(install.worker_id for install in installs)),
+        engines=tuple(sorted({install.worker_id for install in installs})),
         refused=len(by_name.get("version.refused", ())),
         malformed=sum(one is None for one in (*steps, *told, *read)),
     )
