@@ -71,6 +71,34 @@ def test_a_step_waits_for_its_installs_but_not_for_ever(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_long_work_is_told_once_per_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a role says of its progress becomes one line each, without its nonce."""
+    watcher = PlainWatcher("run")
+    told = [
+        event(
+            "role.progress",
+            "run-trainer-0-ab12",
+            {"phase": "warm start", "done": done, "total": 250, "note": "0.31 right"},
+        )
+        for done in (0, 50)
+    ]
+    assert shown(capsys, watcher, view_of(told[:1])) == [
+        "trainer-0: warm start 0 of 250, 0.31 right"
+    ]
+    assert shown(capsys, watcher, view_of(told)) == ["trainer-0: warm start 50 of 250, 0.31 right"]
+
+
+def test_a_terminal_shows_long_work_until_there_are_steps() -> None:
+    """Nobody looks at an empty table while a role prepares."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    watcher = LiveWatcher("run", console)
+    told = [event("role.progress", "run-trainer-0-ab12", {"phase": "warm start", "done": 7})]
+    watcher.progress(view_of(told), SLOTS)
+    watcher.close()
+    assert isinstance(console.file, io.StringIO)
+    assert "trainer-0: warm start 7" in console.file.getvalue()
+
+
 def test_a_terminal_gets_a_table() -> None:
     """On a terminal the latest steps, the machines and the totals are drawn in place."""
     console = Console(file=io.StringIO(), force_terminal=True, width=140)

@@ -11,7 +11,14 @@ from rich.text import Text
 
 from paceline.runs.charts import bytes_text
 from paceline.runs.plan import Phase, SlotView
-from paceline.runs.queries import RunView, TrainStep, WeightState, short_name, view_of
+from paceline.runs.queries import (
+    RoleProgress,
+    RunView,
+    TrainStep,
+    WeightState,
+    short_name,
+    view_of,
+)
 from paceline.runs.run import Watcher
 
 ROWS = 12
@@ -32,6 +39,7 @@ class PlainWatcher(Watcher):
         self._run_id = run_id
         self._view = view_of(())
         self._last_step = -1
+        self._told = 0
 
     def note(self, text: str) -> None:
         """Print it."""
@@ -40,6 +48,9 @@ class PlainWatcher(Watcher):
     def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
         """Print the steps that are new and whose version every engine has, or skipped."""
         self._view = view
+        for one in view.progress[self._told :]:
+            click.echo(progress_text(one, self._run_id), err=True)
+        self._told = len(view.progress)
         newest = view.steps[-1].step if view.steps else 0
         for step in view.steps:
             state = state_of(view, step)
@@ -78,11 +89,22 @@ class LiveWatcher(Watcher):
             table.add_column(name, justify="left" if name.startswith("refit") else "right")
         for step in view.steps[-ROWS:]:
             table.add_row(*row_of(view, step, self._run_id))
-        self._live.update(Group(table, _slots_line(slots), _totals_line(view)))
+        latest = {one.worker_id: one for one in view.progress}
+        working = [Text(progress_text(one, self._run_id)) for one in latest.values()]
+        shown = [table] if view.steps else working
+        self._live.update(Group(*shown, _slots_line(slots), _totals_line(view)))
 
     def close(self) -> None:
         """Leave the last picture on the screen and give the terminal back."""
         self._live.stop()
+
+
+def progress_text(one: RoleProgress, run_id: str) -> str:
+    """Return a report of long work as one line."""
+    # A worker's id ends in a nonce that only tells restarts apart.
+    who = short_name(one.worker_id, run_id).rpartition("-")[0]
+    of = f" of {one.total}" if one.total else ""
+    return f"{who}: {one.phase} {one.done}{of}" + (f", {one.note}" if one.note else "")
 
 
 def state_of(view: RunView, step: TrainStep) -> WeightState | None:

@@ -12,6 +12,9 @@ from paceline.runs.plan import Finish
 from paceline.runs.queries import RunView
 from paceline.runs.report import RunFacts, render_html, report_of, summary_of
 
+LINE_MAX = 200
+"""Characters of one log line in an error."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
@@ -69,5 +72,9 @@ def _message(finish: Finish, out: Path) -> str:
     tail = tail_of(log)
     if not tail:
         return f"{finish.reason}; its log is empty or could not be pulled"
-    shown = "\n".join(f"  {line}" for line in tail)
+    shown = "\n".join(f"  {_cut(line)}" for line in tail)
     return f"{finish.reason}; the last lines of {log}:\n{shown}"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LINE_MAX else line[: LINE_MAX - 3] + "..."
