@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,18 @@ class Operator:
         (self.home / name).write_text(text, encoding="utf-8")
         return name
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *words],
-            cwd=self.home,
-            env=self.env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(self, *words: str, progress: Path | None = None) -> subprocess.Popen[str]:
+        """Type a command; with ``progress`` its stderr goes to that file, to be read meanwhile."""
+        with ExitStack() as files:
+            err = subprocess.PIPE if progress is None else files.enter_context(progress.open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", *words],
+                cwd=self.home,
+                env=self.env,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+            )
         self.started.append(process)
         return process
 
