@@ -121,8 +121,10 @@ def root_of_checkpoint(path: Path) -> str:
 def test_a_short_run_keeps_its_promises(operator: Operator) -> None:
     """Equal digests everywhere for every version, a full summary, a report, and nothing left."""
     job = example_job(operator, "--warm-steps 30", "--steps 6")
-    status, found = Running(operator, job).end()
+    running = Running(operator, job)
+    status, found = running.end()
     assert (status, found["outcome"]) == (0, "succeeded")
+    assert "rollout-0 is stopped" in running.told()
     assert set(found) >= SUMMARY
     assert found["versions_published"] == 7
     assert 0 < found["delta_bytes"] < found["full_bytes"]
