@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.model import WeightVersion
 
@@ -155,5 +156,5 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*columns)
     for row in rows:
         # Text, because names come from outside and must not be read as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
