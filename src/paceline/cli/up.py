@@ -2,8 +2,10 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -15,6 +17,7 @@ from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.rental import backend_names
 from paceline.runs import compose
+from paceline.runs.charts import bytes_text
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
 from paceline.runs.offers import PlanRow, plan_rows, total_dph
@@ -162,8 +165,25 @@ def _show_result(result: RunResult, *, as_json: bool, is_short: bool) -> None:
         click.echo(json.dumps({**result.summary, "exit_status": int(result.status), **error}))
         return
     found = result.summary
+    if found["versions_published"]:
+        click.echo(weights_line(found))
     where = f"report {found['html']}"
     click.echo(f"{found['outcome']} after {found['wall_s']} s; {where}", err=is_short)
+
+
+def weights_line(found: Mapping[str, Any]) -> str:
+    """Return what became of the weights as one line."""
+    parts = [
+        f"{found['versions_published']} versions on {len(found['engines'])} engines",
+        f"{found['mismatches']} digest mismatches",
+    ]
+    if found["full_bytes"]:
+        share = found["delta_bytes"] / found["full_bytes"]
+        parts.append(f"deltas {bytes_text(found['delta_bytes'])}, {share:.1%} of full weights")
+    if found["reward_first5"] is not None:
+        rewards = f"{found['reward_first5']:.3f} to {found['reward_last5']:.3f}"
+        parts.append(f"mean reward from {rewards} (first and last 5 steps)")
+    return "; ".join(parts)
 
 
 def _show_logs() -> None:

@@ -44,6 +44,8 @@ TICK_S = 0.25
 COST_EVERY_S = 5.0
 EVENTS_PAGE = 1000
 PAGES_MAX = 100
+STOPPED = frozenset({0, 130, 143})
+"""How a role ends that was asked to: by itself, or by SIGINT or SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,9 @@ class RunDriver:
                 return finish
         for slot in self._views:
             self._start(slot)
+        if len(self._views) > 1:
+            shown = f"paceline logs {self._parts.run_id} --role ROLE -f"
+            self._note(f"all roles are started; to see what one prints: {shown}")
         return self._watch()
 
     def _rent(self) -> Finish | None:
@@ -199,7 +204,8 @@ class RunDriver:
                 view = self._views[slot]
                 self._views[slot] = replace(view, phase=Phase.EXITED, code=code)
                 self._record("role.exited", slot, code=code, attempt=view.restarts)
-                self._note(f"{slot} {ended(code)}")
+                is_stopped = self._is_ending and code in STOPPED
+                self._note(f"{slot} is stopped" if is_stopped else f"{slot} {ended(code)}")
             case Lost(slot=slot, reason=reason):
                 self._move(slot, Phase.LOST)
                 self._note(f"{slot} lost: {reason}")

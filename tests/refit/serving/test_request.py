@@ -124,7 +124,7 @@ def test_prompt_shapes(prompt: object, prompts: tuple[object, ...]) -> None:
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 5}, "logprobs"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"temprature": 1}, "temprature"),
+        ({"tempo": 1}, "tempo"),
     ],
 )
 def test_refusals(fields: dict[str, object], field: str) -> None:
