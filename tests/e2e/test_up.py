@@ -349,3 +349,13 @@ def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> 
     left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
     assert left == {"owner.lock"}
     operator.assert_nothing_left()
+
+
+def test_a_report_that_was_changed_hides_no_status(operator: Operator) -> None:
+    """A report belongs to the user: what became of it is said, and the record is shown."""
+    operator.job(f"name: short\nroles:\n  task: {role('true')}\n")
+    assert operator.type("up", "job.yaml", "--yes", "--run-id", "short", "--out", "out")[0] == 0
+    (operator.home / "out" / "report.json").write_bytes(b"{\xff")
+    status, out, err = operator.type("status", "short", "--json")
+    assert (status, json.loads(out)["state"], json.loads(out)["summary"]) == (0, "succeeded", None)
+    assert "is not a report any more" in err

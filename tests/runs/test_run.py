@@ -58,6 +58,7 @@ class FakeCloud:
         self.unreadable: StoreError | None = None
         self.is_bare = False
         """Machines have no files."""
+        self.broken_copy: RemoteCommandError | None = None
 
     # what a run asks of the rental half
 
@@ -161,6 +162,8 @@ class FakeCloud:
         excludes: Iterable[str] = (),
     ) -> None:
         self._reach(h)
+        if self.broken_copy is not None:
+            raise self.broken_copy
         if self.is_bare:
             raise RemoteCommandError(f"{src} does not exist; nothing was copied")
         if src.endswith("/logs"):
@@ -404,3 +407,13 @@ def test_what_a_machine_does_not_have_yet_is_not_missed(tmp_path: Path) -> None:
     world.cloud.refuse = {"rollout": NoOffersError("nothing fits")}
     result = world.execute()
     assert "artifacts" not in result.message
+
+
+def test_artifacts_that_fail_at_once_are_missed(tmp_path: Path) -> None:
+    """A pull that has failed before it is waited for is told like any other."""
+    world = World(tmp_path, TRAINER, replace(ROLLOUT, count=3))
+    world.cloud.commands = {"trainer": lambda label: 0, "rollout": world.cloud.until_ended}
+    world.cloud.broken_copy = RemoteCommandError("no space left")
+    result = world.execute()
+    assert result.status is ExitStatus.PREFLIGHT
+    assert result.message.count("no space left") == 4

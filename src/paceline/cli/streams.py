@@ -18,7 +18,7 @@ class ReaderGoneError(PacelineError):
 
 
 class _Stream:
-    """Everything of a text stream; writing and flushing pass through ``_write``."""
+    """Everything of a text stream; what cannot be written or flushed goes to ``_fail``."""
 
     def __init__(self, inner: TextIO) -> None:
         self._inner = inner
@@ -28,6 +28,8 @@ class _Stream:
 
     def write(self, text: str) -> int:
         """Write, or do what this stream does when it cannot."""
+        if text == "":  # not b"", with which click finds out what a stream takes
+            return 0  # a device may refuse even that, and click's trial would swallow the error
         try:
             return self._inner.write(text)
         except OSError as exc:

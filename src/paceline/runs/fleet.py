@@ -20,6 +20,7 @@ from paceline.rental import (
     InstanceHandle,
     InstanceNotFoundError,
     InstanceState,
+    RemoteCommandError,
     SshUnreachableError,
 )
 from paceline.rental.orchestrator import RentRequest
@@ -144,7 +145,7 @@ class Fleet:
     def next_message(self, *, timeout_s: float) -> Message | None:
         """Return what happened next, None when nothing did for ``timeout_s``."""
         try:
-            return self._inbox.get(timeout=timeout_s)
+            return self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
         except Empty:
             return None
 
@@ -281,11 +282,14 @@ class Fleet:
         for path in paths:
             wanted[guest.path("work", path.rstrip("/"))] = mine / path.rstrip("/")
         for there, here in wanted.items():
-            # A machine whose setup was cut short has nothing yet, and roles share one list of
-            # paths although not every role makes everything on it.
-            asked = f"test -e {shlex.quote(there)}"
-            if backend.run_remote(handle, asked, stream=False, timeout_s=30).code == 0:
+            try:
                 backend.sync_from(handle, there, here)
+            except RemoteCommandError:
+                # A machine whose setup was cut short has nothing yet, and roles share one list of
+                # paths although not every role makes everything on it.
+                asked = f"test -e {shlex.quote(there)}"
+                if backend.run_remote(handle, asked, stream=False, timeout_s=30).code != 1:
+                    raise
         return Ready(slot=slot)
 
     def _reach(self, slot: Slot) -> tuple[BackendAdapter, InstanceHandle]:

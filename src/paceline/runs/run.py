@@ -217,8 +217,8 @@ class RunDriver:
             case Ready() | Broke() | None:
                 pass
 
-    def _next_message(self) -> Message | None:
-        message = self._parts.fleet.next_message(timeout_s=TICK_S)
+    def _next_message(self, *, timeout_s: float = TICK_S) -> Message | None:
+        message = self._parts.fleet.next_message(timeout_s=timeout_s)
         if isinstance(message, Broke):
             self._bugs.append(message.error)  # raised when everything is torn down
             if self._views[message.slot].phase is Phase.RUNNING:
@@ -399,6 +399,8 @@ class RunDriver:
             raise PreflightError(
                 f"artifacts were not all pulled within {self._parts.limits.pull_s:g} s"
             )
+        while message := self._next_message(timeout_s=0.0):
+            self._take(message)  # of pulls that ended before they were waited for
         missing = [failure for failure in self._failures if failure.slot not in lost]
         if missing:
             told = "; ".join(f"{failure.slot}: {failure.error}" for failure in missing)
