@@ -17,8 +17,8 @@ from paceline.rental.errors import (
 )
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.model import InstanceHandle, Offer, OfferConstraints
-from paceline.rental.orchestrator import FindingKind, Orchestrator, RentRequest
-from paceline.rental.records import Machine
+from paceline.rental.orchestrator import Orchestrator, RentRequest
+from paceline.rental.records import FindingKind, Machine
 from paceline.store.memory import MemoryStore
 from paceline.store.protocol import Record, StoreError
 from paceline.telemetry.events import EVENT_FIELDS

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from paceline.core.clock import Clock
@@ -39,6 +38,8 @@ from paceline.rental.plan import (
 )
 from paceline.rental.records import (
     LABEL_PREFIX,
+    Finding,
+    FindingKind,
     Machine,
     make_label,
     offer_summary,
@@ -69,34 +70,6 @@ class RentRequest:
     image: str
     ssh_pubkey_path: Path
     boot_timeout_s: int = 1200
-
-
-class FindingKind(StrEnum):
-    """What `reconcile` found out about a machine."""
-
-    ADOPTED = "adopted"
-    """Its create call was not answered, and it exists: its id is on record now."""
-    NEVER_CREATED = "never_created"
-    """Its create call was not answered, and nothing came of it."""
-    GONE = "gone"
-    """It was on record as there and does not exist any more."""
-    CAME_BACK = "came_back"
-    """It was thought gone and exists: it is on record again."""
-    NOT_PROVEN = "not_proven"
-    """Nobody can say yet whether it exists; it stays on record."""
-    STRAY = "stray"
-    """It bears a label of ours and is on no record here: another computer's, or lost with one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that `reconcile` found."""
-
-    kind: FindingKind
-    label: str
-    backend: str
-    instance: InstanceHandle | None
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

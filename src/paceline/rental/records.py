@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from paceline.core.errors import UsageError
 from paceline.rental.errors import BackendError, NotProvenGoneError
@@ -65,6 +66,34 @@ class Machine:
             return 0.0
         until_s = self.ended_at if is_over(self.state) and self.ended_at is not None else now_s
         return self.offer.dph * max(0.0, until_s - self.intended_at) / 3600
+
+
+class FindingKind(StrEnum):
+    """What `reconcile` found out about a machine."""
+
+    ADOPTED = "adopted"
+    """Its create call was not answered, and it exists: its id is on record now."""
+    NEVER_CREATED = "never_created"
+    """Its create call was not answered, and nothing came of it."""
+    GONE = "gone"
+    """It was on record as there and does not exist any more."""
+    CAME_BACK = "came_back"
+    """It was thought gone and exists: it is on record again."""
+    NOT_PROVEN = "not_proven"
+    """Nobody can say yet whether it exists; it stays on record."""
+    STRAY = "stray"
+    """It bears a label of ours and is on no record here: another computer's, or lost with one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that `reconcile` found."""
+
+    kind: FindingKind
+    label: str
+    backend: str
+    instance: InstanceHandle | None
+    note: str = ""
 
 
 def is_name(text: str) -> bool:
