@@ -17,21 +17,18 @@ class TestTorchModule(TrainerContract):
 
     def make(self) -> Training:
         torch.manual_seed(1)
-        module = torch.nn.ModuleDict(
-            {
-                "embed": torch.nn.Embedding(30, 8, dtype=self.dtype),
-                "head": torch.nn.Linear(8, 30, bias=False, dtype=self.dtype),
-                "norm": torch.nn.LayerNorm(8, dtype=self.dtype),
-            }
-        )
-        module["head"].weight = module["embed"].weight
+        embed = torch.nn.Embedding(30, 8, dtype=self.dtype)
+        head = torch.nn.Linear(8, 30, bias=False, dtype=self.dtype)
+        norm = torch.nn.LayerNorm(8, dtype=self.dtype)
+        head.weight = embed.weight
+        module = torch.nn.ModuleDict({"embed": embed, "head": head, "norm": norm})
         trainer = TorchModuleTrainer(clock=FakeClock(), wire_dtypes=self.wire_dtypes)
         trainer.bind_tensors(module)
 
         def step() -> None:
             with torch.no_grad():
-                module["embed"].weight.view(-1)[::7] += 0.5
-                module["norm"].bias += 1
+                embed.weight.view(-1)[::7] += 0.5
+                norm.weight.add_(1)
 
         def wire_bytes() -> dict[str, bytes]:
             state = module.state_dict()
