@@ -24,7 +24,7 @@ def control() -> None:
     "--store",
     default="memory",
     show_default=True,
-    help="memory, or sqlite:PATH to outlive restarts.",
+    help="memory; sqlite:PATH to outlive restarts; redis://HOST:PORT/DB to share.",
 )
 @click.option(
     "--token-file",

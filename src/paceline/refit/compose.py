@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
-from paceline.core.registry import load_entry
+from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError, ControlUnavailableError
@@ -36,6 +36,8 @@ UID_BYTES = 4
 
 TOKEN_BYTES = 32
 
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
 RECEIVER_STOP_S = 25.0
 """Longer than the read of one chunk may take."""
 
@@ -44,9 +46,12 @@ SEED_BYTES = 7
 
 
 def open_store(url: str, *, clock: Clock) -> Store:
-    """Return the store that ``url`` names: ``memory`` or ``sqlite:PATH``.
+    """Return the store that ``url`` names: ``memory``, ``sqlite:PATH`` or ``redis://...``.
+
+    With Redis it is Redis's clock that decides expiry, and ``clock`` only carries it forward.
 
     Raises:
+        MissingExtraError: Redis's client is not installed.
         UsageError: no such kind of store.
         StoreError: it cannot be used.
     """
@@ -59,7 +64,16 @@ def open_store(url: str, *, clock: Clock) -> Store:
         from paceline.store.sqlite import SqliteStore
 
         return SqliteStore(Path(rest), clock=clock)
-    raise UsageError(f"{url!r} is no store; write memory or sqlite:PATH")
+    if kind in REDIS_SCHEMES and rest:
+        redis_class: Any = load_entry(
+            {kind: LazyEntry("paceline.store.redis", "RedisStore", extra="redis")},
+            kind,
+            port="store",
+        )
+        made: Store = redis_class(url, steady=clock)
+        return made
+    # Not the text itself: it may hold a password.
+    raise UsageError(f"{kind!r} is no store; write memory, sqlite:PATH or redis://HOST:PORT/DB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +101,7 @@ def start_control_server(
 
     Args:
         token_file: tokens by role; read again when it is replaced.
-        store: ``memory`` or ``sqlite:PATH``; with the latter a restart loses nothing.
+        store: ``memory``, ``sqlite:PATH`` or ``redis://...``; the last is shared by replicas.
         listen: ``host:port``; port 0 takes a free one.
         allow_plaintext: admit an address that other machines reach, without TLS.
         clock: decides expiry; the computer's own by default.
@@ -97,7 +111,7 @@ def start_control_server(
             unusable store. Nothing is left running.
     """
     from paceline.refit.control.ledger import ControlLedger
-    from paceline.refit.control.service import ControlServer
+    from paceline.refit.control.service import ControlServer, ServiceOptions
 
     tokens = auth.TokenFile(token_file)
     ledger = ControlLedger(
@@ -107,7 +121,9 @@ def start_control_server(
     with ExitStack() as undo:
         undo.callback(ledger.close)
         server = ControlServer(
-            ledger, tokens=tokens, listen=listen, allow_plaintext=allow_plaintext
+            ledger,
+            tokens=tokens,
+            options=ServiceOptions(listen=listen, allow_plaintext=allow_plaintext),
         )
         address = server.start()
         undo.pop_all()

@@ -47,6 +47,13 @@ _READS = frozenset(
         "ListWorkers",
         "ListInstalled",
         "ListEvents",
+        "WatchVersions",
+        "WatchWorkers",
+        "WatchLeases",
+        "GetChain",
+        "ListDeltas",
+        "GetRetention",
+        "ListTombstones",
     }
 )
 
@@ -61,6 +68,8 @@ RIGHTS: Final[Mapping[TokenRole, frozenset[str]]] = {
         "CreateWeightVersionShard",
         "DeleteWeightVersionShard",
         "DescribeVersion",
+        "RecordDelta",
+        "SetRetention",
         "RecordEvent",
     },
     TokenRole.GENERATOR: _READS
