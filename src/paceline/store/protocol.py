@@ -78,6 +78,15 @@ class SupportsGroups(Protocol):
 
         Calls of other threads wait. Inside, every commit is seen by what comes after it; none
         may be told to anybody before the group is left. Groups do not nest. If leaving raises
-        StoreError, or the body raises, nothing inside took effect.
+        StoreError or ConflictError, or the body raises, nothing inside took effect.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsPrefetch(Protocol):
+    """A store that is far enough away to be asked for many records at once."""
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Read these for the group that is open; ``get`` then has them. Raises StoreError."""
         ...

@@ -13,6 +13,7 @@ more than half a second is refused as a conflict, to be decided again.
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -107,7 +108,9 @@ class RedisStore:
             StoreError: unreachable, refused, or configured to throw records away.
         """
         self._steady, self._clock = steady, clock
-        self._lock = threading.Lock()
+        # Held through a group, in which this thread goes on reading and committing.
+        self._lock = threading.RLock()
+        self._group: _Group | None = None
         self._synced: tuple[float, int] | None = None
         self._closed = False
         self._keys = [f"{{{prefix}}}:{name}" for name in ("records", "keys", "counter")]
@@ -141,6 +144,14 @@ class RedisStore:
 
     def get(self, key: str) -> Record | None:
         """Return the record, or None."""
+        with self._lock:
+            if self._group is None:
+                return self._get(key)
+            if key not in self._group.seen:
+                self._group.seen[key] = self._get(key)
+            return self._group.seen[key]
+
+    def _get(self, key: str) -> Record | None:
         with self._use() as client:
             found = client.hget(self._keys[0], _key_bytes(key))
         return None if found is None else _record(key, found)
@@ -153,7 +164,10 @@ class RedisStore:
         with self._use():
             now_ms, keys, values = self._list(keys=self._keys, args=[low, high])
         self._sync(now_ms)
-        return [_record(key.decode(), value) for key, value in zip(keys, values, strict=True)]
+        pairs = zip(keys, values, strict=True)
+        found = {key.decode(): _record(key.decode(), value) for key, value in pairs}
+        with self._lock:
+            return list(found.values()) if self._group is None else self._group.over(found, prefix)
 
     def commit(self, *, expect: Mapping[str, int], writes: Mapping[str, bytes | None]) -> None:
         """Write everything or nothing.
@@ -161,6 +175,40 @@ class RedisStore:
         Raises StoreError also if the connection broke while Redis was at it; then the commit
         may have taken effect, as after every lost reply.
         """
+        with self._lock:
+            if self._group is not None:
+                self._group.commit(expect, writes)
+                return
+        self._send(expect, writes)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Send the commits inside to Redis as one, when it is left.
+
+        Raises ConflictError at the end if another replica moved one of the records that they
+        rest on: nothing took effect, and all of it is to be decided again.
+        """
+        with self._lock:
+            group = self._group = _Group()
+            try:
+                yield
+            finally:
+                self._group = None
+            if group.writes:
+                self._send(group.expect, group.writes)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Read these for the group that is open, in one round trip."""
+        with self._lock:
+            if self._group is None or not keys:
+                return
+            wanted = list(dict.fromkeys(keys))
+            with self._use() as client:
+                found = client.hmget(self._keys[0], [_key_bytes(key) for key in wanted])
+            for key, value in zip(wanted, found, strict=True):
+                self._group.seen[key] = None if value is None else _record(key, value)
+
+    def _send(self, expect: Mapping[str, int], writes: Mapping[str, bytes | None]) -> None:
         time_ms = 0 if self._clock is not None else self.now_ms()
         args: list[Any] = [time_ms, DRIFT_MS_MAX, len(expect)]
         for key, revision in expect.items():
@@ -212,6 +260,48 @@ class RedisStore:
             raise StoreError("the store is closed; open it again before using it")
         with _our_errors():
             yield self._redis
+
+
+_PENDING = itertools.count(-1, -1)
+"""Revisions of what a group has not sent yet; none is ever used twice in a process."""
+
+
+class _Group:
+    """What a group has read, and what it will write."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Record | None] = {}
+        self.expect: dict[str, int] = {}
+        self.writes: dict[str, bytes | None] = {}
+
+    def over(self, found: Mapping[str, Record], prefix: str) -> Sequence[Record]:
+        """Return listed records as this group has left them."""
+        merged: dict[str, Record | None] = {**found, **_under(self.seen, prefix)}
+        return [record for _, record in sorted(merged.items()) if record is not None]
+
+    def commit(self, expect: Mapping[str, int], writes: Mapping[str, bytes | None]) -> None:
+        """Take a commit in; what it rests on is checked by Redis at the end. Raises ConflictError.
+
+        A record that this group read or wrote is checked here, against that.
+        """
+        for key, revision in expect.items():
+            if key in self.seen:
+                found = self.seen[key]
+                at = ABSENT if found is None else found.revision
+                if at != revision:
+                    raise ConflictError(f"{key}: expected revision {revision}, found {at}")
+        for key, revision in expect.items():
+            if key not in self.writes:
+                self.expect.setdefault(key, revision)
+        for key, value in writes.items():
+            self.writes[key] = value
+            self.seen[key] = (
+                None if value is None else Record(key=key, value=value, revision=next(_PENDING))
+            )
+
+
+def _under(seen: Mapping[str, Record | None], prefix: str) -> dict[str, Record | None]:
+    return {key: record for key, record in seen.items() if key.startswith(prefix)}
 
 
 def _key_bytes(key: str) -> bytes:

@@ -8,24 +8,34 @@ call costs, and nobody waits longer than two turns of the disk.
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from paceline.core.errors import PacelineError
-from paceline.store.protocol import StoreError
+from paceline.refit.control.transaction import TRIES_MAX
+from paceline.refit.errors import ControlUnavailableError
+from paceline.store.protocol import ConflictError, StoreError
 
 T = TypeVar("T")
 
 BATCH_MAX: Final = 128
 """Calls of one group: nobody waits for more than these."""
 
-Group = Callable[[], AbstractContextManager[None]]
+GROUP_TRIES: Final = 4
+
+Group = Callable[[Sequence[str]], AbstractContextManager[None]]
+Prepare = Callable[[], Sequence[str]]
+
+
+def _nothing() -> Sequence[str]:
+    return ()
 
 
 @dataclass(slots=True)
 class _Job:
+    prepare: Prepare
     work: Callable[[], Any]
     future: "asyncio.Future[Any]"
     result: Any = None
@@ -39,7 +49,8 @@ class Desk:
         """Prepare.
 
         Args:
-            group: opens a group of the store; see ControlLedger.group.
+            group: opens a group of the store over records that will be needed; see
+                ControlLedger.group.
             threads: more than one only where groups mean nothing.
         """
         self._group = group
@@ -66,13 +77,17 @@ class Desk:
             thread.join()
         self._threads = []
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], *, prepare: Prepare = _nothing) -> T:
         """Return what ``work`` returns, once it is durable.
 
         What it raises passes through. Raises StoreError if the group that it was in failed.
+
+        Args:
+            work: may run several times; only what it did last counts.
+            prepare: runs before, and returns the keys of records that ``work`` will read.
         """
         future = asyncio.get_running_loop().create_future()
-        self._queue.put(_Job(work, future))
+        self._queue.put(_Job(prepare, work, future))
         return cast(T, await future)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -92,19 +107,46 @@ class Desk:
                 return
 
     def _run(self, jobs: list[_Job]) -> None:
-        try:
-            with self._group():
-                for job in jobs:
-                    try:
-                        job.result = job.work()
-                    except Exception as exc:  # noqa: BLE001 - raised again where it is awaited
-                        job.error = exc
-        except Exception as exc:  # noqa: BLE001 - nothing of this group was kept: all must hear it
-            error = (
-                exc if isinstance(exc, PacelineError) else StoreError(f"the store failed: {exc}")
-            )
+        """Run them in one group, again while other replicas are quicker, at last one by one."""
+        for _ in range(GROUP_TRIES if len(jobs) > 1 else TRIES_MAX):
+            try:
+                self._try(jobs)
+            except ConflictError:
+                continue
+            except Exception as exc:  # noqa: BLE001 - nothing was kept: all must hear of it
+                _fail(jobs, exc if isinstance(exc, PacelineError) else _broken(exc))
+            return
+        if len(jobs) == 1:
+            _fail(jobs, ControlUnavailableError("the control service's store is too busy"))
+        else:
             for job in jobs:
-                job.error = error
+                self._run([job])
+
+    def _try(self, jobs: list[_Job]) -> None:
+        keys: list[str] = []
+        for job in jobs:
+            job.error = None
+            try:
+                keys += job.prepare()
+            except Exception as exc:  # noqa: BLE001 - raised again where it is awaited
+                job.error = exc
+        with self._group(keys):
+            for job in jobs:
+                if job.error is not None:
+                    continue
+                try:
+                    job.result = job.work()
+                except Exception as exc:  # noqa: BLE001 - raised again where it is awaited
+                    job.error = exc
+
+
+def _fail(jobs: list[_Job], error: PacelineError) -> None:
+    for job in jobs:
+        job.error = error
+
+
+def _broken(exc: Exception) -> StoreError:
+    return StoreError(f"the store failed: {exc}")
 
 
 def _settle(jobs: list[_Job]) -> None:

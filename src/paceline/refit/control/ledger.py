@@ -54,13 +54,13 @@ from paceline.refit.model import (
     WorkerRegistration,
     WorkerRole,
 )
-from paceline.store.protocol import Store, SupportsGroups
+from paceline.store.protocol import Store, SupportsGroups, SupportsPrefetch
 
 T = TypeVar("T")
 
 UID_TRIES_MAX = 5
 
-REMOTE_THREADS = 8
+REMOTE_THREADS = 3
 
 
 class ControlLedger:
@@ -490,14 +490,19 @@ class ControlLedger:
         return reaper.collect_objects(self._store, self._write, collect)
 
     @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self, keys: Sequence[str] = ()) -> Iterator[None]:
         """Make everything that is called inside durable together, at the end.
 
-        Raises StoreError at the end if that failed: then nothing inside took effect, whatever
-        it returned.
+        Args:
+            keys: records that will be needed, if that is known; see hints.
+
+        Raises StoreError or ConflictError at the end if that failed: then nothing inside took
+        effect, whatever it returned.
         """
         try:
             with self._group():
+                if keys and isinstance(self._store, SupportsPrefetch):
+                    self._store.prefetch(keys)
                 yield
         except BaseException:
             self._catalog.forget()

@@ -9,10 +9,9 @@ with INTERNAL.
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, NoReturn, TypeAlias, cast
 
 import grpc
@@ -23,6 +22,7 @@ from paceline.refit.control import address, auth, health
 from paceline.refit.control.auth import TokenRole, Tokens
 from paceline.refit.control.calls import CALLS
 from paceline.refit.control.desk import Desk
+from paceline.refit.control.hints import keys_of
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.control.pacing import Pacing, ServiceLimits
 from paceline.refit.control.status import code_of, details_of
@@ -117,7 +117,8 @@ class Router(grpc.GenericRpcHandler):
             start_s = self._loop.time()
             try:
                 with self._pacing.call():
-                    reply = await self._desk.run(partial(_decide, self._ledger, rpc, role, raw))
+                    decision = _Decision(self._ledger, rpc, role, raw)
+                    reply = await self._desk.run(decision.decide, prepare=decision.prepare)
             except PacelineError as exc:
                 code = code_of(exc).name
                 self._options.observe(rpc.name, code, self._loop.time() - start_s)
@@ -162,10 +163,26 @@ AUDITED: Final = frozenset(
 """Calls that change what others see, and are rare enough to be told one by one."""
 
 
-def _decide(ledger: ControlLedger, rpc: Rpc, role: TokenRole, raw: bytes) -> bytes:
-    request = rpc.parse_request(raw)
-    _check_registration(role, request)
-    return CALLS[rpc.path](ledger, request).SerializeToString()
+class _Decision:
+    """One call on its way over the desk."""
+
+    __slots__ = ("_ledger", "_raw", "_request", "_role", "_rpc")
+
+    def __init__(self, ledger: ControlLedger, rpc: Rpc, role: TokenRole, raw: bytes) -> None:
+        self._ledger = ledger
+        self._rpc = rpc
+        self._role = role
+        self._raw = raw
+
+    def prepare(self) -> Sequence[str]:
+        """Read the request, and return what it will need of the store."""
+        self._request = self._rpc.parse_request(self._raw)
+        _check_registration(self._role, self._request)
+        return keys_of(self._rpc, self._request)
+
+    def decide(self) -> bytes:
+        """Return the reply."""
+        return CALLS[self._rpc.path](self._ledger, self._request).SerializeToString()
 
 
 def _handler(answer: Answer) -> "grpc.RpcMethodHandler[bytes, bytes]":
