@@ -32,6 +32,8 @@ WARM_UP_S = 1.5
 IN_FLIGHT = 48
 RATE = 500
 WORKERS = 1000
+HEARTBEATS, LOOKS, REFITS = 0.55, 0.35, 0.08
+"""Shares of what is begun; the rest publishes a version."""
 MODEL = "bench"
 PUBLIC = "/model_express.refit.RefitService/"
 OWN = "/paceline.refit.v1.ControlService/"
@@ -40,10 +42,10 @@ Request = tuple[str, bytes]
 
 
 class Mix:
-    """What a run's processes send, in the proportions of a busy run: mostly heartbeats and looks."""
+    """What a busy run's processes send: mostly heartbeats and looks."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 - a load, no secret
         self._seed = seed
         self._numbers = itertools.count()
         self.ready: list[str] = []
@@ -119,11 +121,11 @@ class Mix:
     def next(self) -> list[Request]:
         """Return the next requests, to be sent one after the other."""
         chance = self._random.random()
-        if chance < 0.55:
+        if chance < HEARTBEATS:
             return self.heartbeat()
-        if chance < 0.90:
+        if chance < HEARTBEATS + LOOKS:
             return self.look()
-        return self.refit() if chance < 0.98 else self.publish()
+        return self.refit() if chance < HEARTBEATS + LOOKS + REFITS else self.publish()
 
 
 def register(number: int | None) -> Request:
@@ -219,20 +221,23 @@ def services(directory: Path, store: str, *, replicas: int) -> Iterator[tuple[li
     command = [sys.executable, "-m", "paceline", "control", "serve", "--json"]
     command += ["--listen", "127.0.0.1:0", "--store", store]
     command += ["--token-file", str(tokens), "--create-tokens"]
-    running = []
+    running: list[subprocess.Popen[str]] = []
     try:
+        addresses = []
         for _ in range(replicas):
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            running.append(process)
-            assert process.stdout is not None
-            address = json.loads(process.stdout.readline())["address"]
-            process.address = address  # type: ignore[attr-defined]
-        yield [p.address for p in running], json.loads(tokens.read_text())["operator"]  # type: ignore[attr-defined]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            addresses.append(json.loads(first_line(running[-1]))["address"])
+        yield addresses, json.loads(tokens.read_text())["operator"]
     finally:
         for process in running:
             process.terminate()
         for process in running:
             process.wait(timeout=30)
+
+
+def first_line(process: "subprocess.Popen[str]") -> str:
+    """Return what a process says first."""
+    return process.stdout.readline() if process.stdout else ""
 
 
 async def load(addresses: Sequence[str], token: str) -> tuple[float, float]:
@@ -248,36 +253,50 @@ async def load(addresses: Sequence[str], token: str) -> tuple[float, float]:
         return rate, percentile(made.latencies_ms, 0.99)
 
 
-async def bare() -> float:
+BARE = """
+import asyncio, grpc
+
+async def answer(raw, context):
+    return b""
+
+class Any(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+async def main():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Any(),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+def bare() -> float:
     """Return the rate of a server that answers every call with nothing, in this same setting."""
-    program = (
-        "import asyncio, grpc\n"
-        "async def answer(raw, context): return b''\n"
-        "class Any(grpc.GenericRpcHandler):\n"
-        "    def service(self, details): return grpc.unary_unary_rpc_method_handler(answer)\n"
-        "async def main():\n"
-        "    server = grpc.aio.server(); server.add_generic_rpc_handlers((Any(),))\n"
-        "    print(server.add_insecure_port('127.0.0.1:0'), flush=True)\n"
-        "    await server.start(); await server.wait_for_termination()\n"
-        "asyncio.run(main())\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        made = Load(addresses=[f"127.0.0.1:{int(process.stdout.readline())}"], token="none")
-        mix = Mix(0)
-        mix.ready.append("v")
-        async with made.connected():
-            await made.sustain(mix, seconds=WARM_UP_S)
-            return await made.sustain(mix, seconds=SECONDS / 2)
+        return asyncio.run(load_bare(f"127.0.0.1:{int(first_line(process))}"))
     finally:
         process.kill()
         process.wait()
 
 
+async def load_bare(address: str) -> float:
+    """Return the rate at one address, of calls whose replies mean nothing."""
+    made = Load(addresses=[address], token="")
+    mix = Mix(0)
+    mix.ready.append("v")
+    async with made.connected():
+        await made.sustain(mix, seconds=WARM_UP_S)
+        return await made.sustain(mix, seconds=SECONDS / 2)
+
+
 def measure() -> Sequence[Bar]:
     """Measure sqlite with one service, and Redis with two replicas if it is installed."""
-    floor = asyncio.run(bare())
+    floor = bare()
     bars = [at_least("bare gRPC server, calls/s (what the transport allows here)", floor, 0)]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_a_redis_that_throws_records_away_is_refused(server: RedisServer) -> Non
     """An eviction policy would lose acknowledged writes; the message names the remedy."""
     import redis
 
-    client = redis.Redis.from_url(server.url)
+    client: Any = redis.client.Redis(port=server.port)
     client.config_set("maxmemory", "100mb")
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
