@@ -12,8 +12,11 @@ PROTO_TOOLS := grpcio-tools==1.71.2
 PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 
+# what must be tested whole: the code that decides
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit proto proto-check peer nightly bench docs format system constraints clean
+.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -51,6 +54,10 @@ layers: setup  ## which way imports point
 
 unit: setup  ## the tests
 	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
+
+coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
+	$(BIN)/pytest -q -n 2 -m 'not gpu and not slow' --cov=paceline --cov-branch --cov-report=
+	$(BIN)/coverage report --fail-under=98 --include='$(PURE)'
 
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages

@@ -34,7 +34,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(name in done.stdout for name in VERBS)
 
 
-@pytest.mark.parametrize("name", [name for name in VERBS if name != "serve"])
+@pytest.mark.parametrize("name", VERBS)
 def test_every_verb_loads(name: str) -> None:
     """What the table names exists and is a command with a help text."""
     command = cli.get_command(click.Context(cli), name)

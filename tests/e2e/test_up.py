@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -334,21 +333,22 @@ for step in range(3):
         payload_format="XOR_DELTA", payload_bytes=5, full_bytes=100, changed_elements=1,
         total_elements=50, publish_ms=1.0)))
     control.record_event(Event(worker_id="rollout-0", name="version.installed", at_unix_ms=step,
-        fields=dict(version_id=f"v{step}", sequence=step, root_digest=root, fetched_bytes=5,
+        fields=dict(version_id=f"v{step}", sequence=step, fetched_bytes=5,
+        root_digest="b" * 64 if step == 1 and "differ" in sys.argv else root,
         refit_ms=2.0, pause_ms=1.0)))
     control.record_event(Event(worker_id="trainer-0", name="train.step", at_unix_ms=step,
         fields=dict(step=step, reward=step / 2, loss=0.0, staleness=0, step_s=1.0)))
 print("role", mine.role)
 print("leak", mine.control_token)
-sys.exit(5 if len(sys.argv) > 1 else 0)
+sys.exit(5 if "fail" in sys.argv else 0)
 """
 
 
 def test_what_workers_tell_the_control_service_is_in_the_result(operator: Operator) -> None:
     """Events told over gRPC with the machine's own token are in progress, JSON and report."""
-    (operator.home / "worker.py").write_text(WORKER)
-    shutil.copytree(ROOT / "src" / "paceline", operator.home / "paceline")
-    trainer = role("python worker.py", workdir=".", exclude=["/state/", "/out/"])
+    (operator.home / "code").mkdir()
+    (operator.home / "code" / "worker.py").write_text(WORKER)
+    trainer = role("python worker.py", workdir="code")
     operator.job(f"name: told\nrefit: {{model: m}}\nroles:\n  trainer: {trainer}\n")
     status, out, err = operator.type("up", "job.yaml", "--yes", "--json", "--out", "out")
     found = json.loads(out)
@@ -361,11 +361,23 @@ def test_what_workers_tell_the_control_service_is_in_the_result(operator: Operat
     assert log.startswith("role trainer\n")
 
 
+def test_an_engine_that_served_other_weights_fails_the_run(operator: Operator) -> None:
+    """A digest mismatch is told by status, count and report, though every command succeeded."""
+    (operator.home / "code").mkdir()
+    (operator.home / "code" / "worker.py").write_text(WORKER)
+    trainer = role("python worker.py differ", workdir="code")
+    operator.job(f"name: other\nrefit: {{model: m}}\nroles:\n  trainer: {trainer}\n")
+    status, found = operator.type_json("up", "job.yaml", "--yes", "--out", "out")
+    assert (status, found["mismatches"], found["outcome"]) == (50, 1, "failed")
+    assert "1 installs have another root digest" in found["error"]
+    assert "different" in (operator.home / "out" / "report.html").read_text()
+
+
 def test_no_token_is_shown_or_kept(operator: Operator) -> None:
     """A role that prints its token does not get it into our error; our own files do not hold it."""
-    (operator.home / "worker.py").write_text(WORKER)
-    shutil.copytree(ROOT / "src" / "paceline", operator.home / "paceline")
-    trainer = role("python worker.py fail", workdir=".", exclude=["/state/", "/out/"])
+    (operator.home / "code").mkdir()
+    (operator.home / "code" / "worker.py").write_text(WORKER)
+    trainer = role("python worker.py fail", workdir="code")
     operator.job(f"name: leak\nrefit: {{model: m}}\nroles:\n  trainer: {trainer}\n")
     status, out, err = operator.type("up", "job.yaml", "--yes", "--json", "--out", "out")
     assert status == 1

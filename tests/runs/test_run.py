@@ -26,9 +26,10 @@ from paceline.rental.records import Machine, RentedOffer
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
 from paceline.runs.model import Budget, JobSpec, Outcome, RestartMode, RoleKind, RoleSpec
+from paceline.runs.outcome import RunResult
 from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
-from paceline.runs.run import Limits, RunDriver, RunParts, RunResult
+from paceline.runs.run import Limits, RunDriver, RunParts
 from paceline.system import system_clock
 
 

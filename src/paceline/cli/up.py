@@ -15,7 +15,7 @@ from paceline.runs import compose
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
 from paceline.runs.offers import PlanRow, plan_rows, total_dph
-from paceline.runs.run import RunResult
+from paceline.runs.outcome import RunResult
 from paceline.runs.upkeep import end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
@@ -103,7 +103,7 @@ def _execute(
 ) -> int:
     run_id = run_id or compose.new_run_id(spec.name)
     order = Order(job=spec, run_id=run_id, out=out or compose.default_out(run_id), stream=stream)
-    watcher = watcher_for(Console(stderr=True, force_terminal=False if stream else None))
+    watcher = watcher_for(run_id, is_plain=stream)
     watcher.note(f"run {run_id}")
     try:
         result = compose.execute(services, order, watcher=watcher)

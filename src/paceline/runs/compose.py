@@ -19,8 +19,9 @@ from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
 from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
+from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
-from paceline.runs.run import RunDriver, RunParts, RunResult, Watcher
+from paceline.runs.run import RunDriver, RunParts, Watcher
 from paceline.store.protocol import Store
 from paceline.store.sqlite import SqliteStore
 

@@ -6,9 +6,8 @@ steps do not depend on each other's success: what cannot be collected is noted, 
 go all the same.
 """
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -20,10 +19,10 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, InstalledReport
 from paceline.rental import NotProvenGoneError
-from paceline.runs.files import tail_of, write_atomic
 from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
 from paceline.runs.journal import Journal
 from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
+from paceline.runs.outcome import RunResult, conclude, judged
 from paceline.runs.plan import (
     Finish,
     Observation,
@@ -36,7 +35,7 @@ from paceline.runs.plan import (
     ended,
 )
 from paceline.runs.queries import RunView, engines_at_end, view_of
-from paceline.runs.report import RunFacts, render_html, report_of, summary_of
+from paceline.runs.report import RunFacts
 from paceline.runs.signals import Signals
 
 TICK_S = 0.25
@@ -93,17 +92,6 @@ class RunParts:
     limits: Limits = Limits()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended."""
-
-    status: ExitStatus
-    outcome: Outcome
-    message: str
-    """One paragraph; what failed, with the last lines of its log."""
-    summary: dict[str, object]
-
-
 class RunDriver:
     """Drives one run; ``execute`` is called once, from the main thread."""
 
@@ -149,7 +137,7 @@ class RunDriver:
                 finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
             finally:
                 finish = self._wind_down(finish)
-        return self._result(finish, self._parts.clock.monotonic() - begun_s)
+        return self._result(judged(finish, self._view), self._parts.clock.monotonic() - begun_s)
 
     def _until_finish(self) -> Finish:
         for step in (self._rent, self._bootstrap):
@@ -456,7 +444,6 @@ class RunDriver:
         self._parts.watcher.note(self._parts.redact(text))
 
     def _result(self, finish: Finish, wall_s: float) -> RunResult:
-        out = self._parts.out
         facts = RunFacts(
             run_id=self._parts.run_id,
             name=self._parts.job.name,
@@ -476,30 +463,7 @@ class RunDriver:
                 "cost_usd": facts.cost_usd,
             },
         )
-        paths = {"report": str(out / "report.json"), "html": str(out / "report.html")}
-        lost = self._attempt(lambda: self._write_report(facts, paths))
-        status = lost.exit_status if lost and finish.status is ExitStatus.OK else finish.status
-        return RunResult(
-            status=status,
-            outcome=finish.outcome,
-            message=self._parts.redact(self._message(finish)),
-            summary=summary_of(self._view, facts) | paths,
-        )
-
-    def _write_report(self, facts: RunFacts, paths: Mapping[str, str]) -> None:
-        report = {**report_of(self._view, facts), **paths}
-        write_atomic(Path(paths["report"]), json.dumps(report, indent=1) + "\n")
-        write_atomic(Path(paths["html"]), render_html(self._view, facts))
-
-    def _message(self, finish: Finish) -> str:
-        if finish.slot is None:
-            return finish.reason
-        log = self._parts.out / "logs" / f"{finish.slot}.log"
-        tail = tail_of(log)
-        if not tail:
-            return f"{finish.reason}; its log is empty or could not be pulled"
-        shown = "\n".join(f"  {line}" for line in tail)
-        return f"{finish.reason}; the last lines of {log}:\n{shown}"
+        return conclude(finish, self._view, facts, out=self._parts.out, redact=self._parts.redact)
 
 
 def _failed(message: Failed) -> Finish:

@@ -1,8 +1,8 @@
 """YAML -> frozen JobSpec; every mistake at once, each with file:line and what would be right.
 
-The text becomes a document that knows its lines (``document.py``), each section is checked by a pydantic model
-of its own, and what holds between sections is checked on the sections that came out right: so one
-mistake never hides another. Everything here is bounded, the file comes from outside.
+The text becomes a document that knows its lines (``document.py``). Each section is checked by a
+pydantic model of its own, and what holds between sections is checked on the sections that came
+out right: so one mistake never hides another.
 """
 
 import difflib

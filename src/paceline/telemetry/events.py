@@ -17,6 +17,8 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
         "total_elements",
         "publish_ms",
     ),
+    # any role
+    "role.progress": ("phase", "done", "total", "note"),
     # generator
     "version.installed": (
         "version_id",
