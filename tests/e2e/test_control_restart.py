@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from paceline.refit import compose
-from paceline.refit.control.client import GrpcControlPlane
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import VersionState
 from paceline.system import environ, system_clock
 from paceline.testing.contracts.control import EVENT, FULL, MODEL, TRAINER, shard_of
@@ -60,7 +60,7 @@ class Service:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def client(self) -> GrpcControlPlane:
+    def client(self) -> ControlClient:
         """Return an operator's client."""
         return compose.connect_control(self.address, token_file=self.tokens)
 

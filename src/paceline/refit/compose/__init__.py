@@ -11,6 +11,7 @@ from paceline.refit.compose.control import (
     open_store,
     start_control_server,
     start_manifest_server,
+    verify_version,
 )
 from paceline.refit.compose.engine import EngineService, EngineServiceConfig, start_engine
 from paceline.refit.compose.trainer import (
@@ -40,4 +41,5 @@ __all__ = [
     "start_control_server",
     "start_engine",
     "start_manifest_server",
+    "verify_version",
 ]

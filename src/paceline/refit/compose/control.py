@@ -12,11 +12,13 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.control import auth
+from paceline.refit.control.protocol import ControlClient
+from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.model import ObjectStorageSource
+from paceline.refit.transports.registry import OBJECT_READERS
 from paceline.store.protocol import Store
 
 if TYPE_CHECKING:
-    from paceline.refit.control.client import GrpcControlPlane
     from paceline.refit.control.tls import KeyPair, TlsFiles
     from paceline.refit.control.worker import ManifestServer
 
@@ -163,7 +165,7 @@ def connect_control(
     timeout_s: float = 30.0,
     allow_plaintext: bool = False,
     trusted_file: Path | None = None,
-) -> "GrpcControlPlane":
+) -> ControlClient:
     """Return the control plane at ``address``; the first call connects.
 
     Args:
@@ -237,6 +239,45 @@ def create_certificate_files(
     auth.write_private(files.certificate, issued.certificate)
     auth.write_private(trusted, authority.certificate)
     return files, trusted
+
+
+MANIFEST_TIMEOUT_S = 10.0
+
+
+def verify_version(plane: ControlClient, uid: str, *, data_token: str | None) -> Sequence[str]:
+    """Return what stands in the way of installing a version from nothing; empty if nothing does.
+
+    Args:
+        plane: of the caller.
+        uid: the version.
+        data_token: reads the manifests of all sources and compares their digests; None looks
+            at the records only.
+
+    Raises:
+        NotFoundError: the version, or one that it stands on, is gone.
+    """
+    from paceline.refit.control.verify import check_chain, check_manifests
+
+    chain = plane.get_chain(uid)
+    shards = {version.uid: plane.list_shards(version.uid) for version in chain}
+    problems = list(check_chain(chain, shards))
+    if data_token is None:
+        return problems
+    reader_class: Any = load_entry(OBJECT_READERS, "http", port="transport")
+    reader = reader_class(
+        token=lambda: data_token, clock=system.system_clock(), chance=system.chance
+    )
+    try:
+        for offered in shards.values():
+            problems += check_manifests(
+                offered,
+                partial(
+                    reader.read_manifest, size_max=MANIFEST_BYTES_MAX, timeout_s=MANIFEST_TIMEOUT_S
+                ),
+            )
+    finally:
+        reader.close()
+    return problems
 
 
 def start_manifest_server(

@@ -8,7 +8,7 @@ Every method may raise ControlUnavailableError and AccessRefusedError (the clien
 InvalidRequestError for malformed arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from paceline.refit.model import (
@@ -19,6 +19,7 @@ from paceline.refit.model import (
     RetentionPolicy,
     Shard,
     Tombstone,
+    VersionChanges,
     VersionDescription,
     VersionRequest,
     VersionState,
@@ -182,4 +183,18 @@ class ControlKeeping(Protocol):
 
     def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
         """Return a model's versions that are gone, by uid."""
+        ...
+
+
+class ControlClient(ControlPlane, ControlKeeping, Protocol):
+    """A connection to the control service: everything, and streams."""
+
+    def watch_versions(
+        self, model_name: str, *, run_id: str | None = None, after: int = 0
+    ) -> Iterator[VersionChanges]:
+        """Yield what a model's versions are now, then every change, until closed.
+
+        Raises:
+            ControlUnavailableError: nobody answered within the timeout, or this was closed.
+        """
         ...
