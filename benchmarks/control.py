@@ -27,7 +27,7 @@ from paceline.refit.wire import paceline_refit_v1_pb2 as own
 from paceline.refit.wire import refit_pb2 as public
 from paceline.testing.redis_server import RedisServer, redis_program
 
-SECONDS = 4.0
+SECONDS = 6.0
 WARM_UP_S = 1.5
 IN_FLIGHT = 48
 RATE = 500

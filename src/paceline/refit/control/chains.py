@@ -13,6 +13,9 @@ from paceline.refit.model import Delta, VersionDescription, WeightVersion
 CHAIN_MAX = 1024
 """Links of a chain that are followed; clients of the public protocol stop at 64."""
 
+ROOTS_KEPT = 128
+"""Sequences of a run that an anchor may still be made for."""
+
 DELTAS_MAX = 256
 """Artefacts that are kept to one version."""
 
@@ -25,23 +28,22 @@ def follow_run(tx: Transaction, version: WeightVersion, description: VersionDesc
     """
     key = records.run_head_key(version.model_name, description.run_id)
     value = tx.get(key)
-    head = None if value is None else records.decode_run_head(value)
-    if head is not None and description.sequence < head.sequence:
-        raise PreconditionError(
-            f"run {description.run_id!r} is at sequence {head.sequence} already; go on after it, "
-            "or take a new run id"
-        )
-    if head is not None and description.sequence == head.sequence:
-        if description.root_digest != head.root_digest:
+    roots = () if value is None else records.decode_run_head(value).roots
+    sequence, known = description.sequence, dict(roots)
+    if sequence in known:
+        if description.root_digest != known[sequence]:
             raise AlreadyExistsError(
-                f"run {description.run_id!r} published sequence {head.sequence} with another root "
-                "digest; go on after it, or take a new run id"
+                f"run {description.run_id!r} published sequence {sequence} with another root "
+                "digest; go on after its last one, or take a new run id"
             )
         return
-    head = RunHead(
-        sequence=description.sequence, root_digest=description.root_digest, at_unix_ms=tx.now_ms
-    )
-    tx.put(key, records.encode(head))
+    if roots and sequence < roots[-1][0]:
+        raise PreconditionError(
+            f"run {description.run_id!r} is at sequence {roots[-1][0]} already and did not "
+            f"publish {sequence}; go on after it, or take a new run id"
+        )
+    roots = (*roots, (sequence, description.root_digest))[-ROOTS_KEPT:]
+    tx.put(key, records.encode(RunHead(roots=roots, at_unix_ms=tx.now_ms)))
 
 
 def read_chain(tx: Transaction, uid: str) -> Sequence[WeightVersion]:

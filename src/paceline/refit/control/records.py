@@ -90,10 +90,10 @@ class ModelHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHead:
-    """How far a run has published."""
+    """What a run has published lately."""
 
-    sequence: int
-    root_digest: str
+    roots: tuple[tuple[int, str], ...]
+    """Sequence and root digest, ascending; the last is how far the run is."""
     at_unix_ms: int
 
 
@@ -252,7 +252,12 @@ def decode_model_head(value: bytes) -> ModelHead:
 
 def decode_run_head(value: bytes) -> RunHead:
     """Read what ``encode`` wrote of a RunHead."""
-    return _decode(value, lambda fields: RunHead(**fields))
+
+    def build(fields: dict[str, Any]) -> RunHead:
+        roots = tuple((int(sequence), str(root)) for sequence, root in fields.pop("roots"))
+        return RunHead(roots=roots, **fields)
+
+    return _decode(value, build)
 
 
 def decode_tombstone(value: bytes) -> Tombstone:
