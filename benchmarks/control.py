@@ -225,8 +225,11 @@ def services(directory: Path, store: str, *, replicas: int) -> Iterator[tuple[li
     try:
         addresses = []
         for _ in range(replicas):
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            addresses.append(json.loads(first_line(running[-1]))["address"])
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            running.append(process)
+            addresses.append(json.loads(first_line(process))["address"])
         yield addresses, json.loads(tokens.read_text())["operator"]
     finally:
         for process in running:

@@ -470,7 +470,7 @@ def test_operators_hear_of_what_matters_as_json_without_secrets(service: Loopbac
         ("done", "OK"),
         ("refused", "PERMISSION_DENIED"),
     ]
-    assert lines[0]["role"] == "operator"
+    assert (lines[0]["role"], lines[0]["model_name"]) == ("operator", MODEL)
     assert not any(token in text.getvalue() for token in TOKENS.values())
 
 

@@ -115,19 +115,19 @@ class Router(grpc.GenericRpcHandler):
 
         async def answer(raw: bytes, context: Context) -> bytes:
             start_s = self._loop.time()
+            decision = _Decision(self._ledger, rpc, role, raw)
             try:
                 with self._pacing.call():
-                    decision = _Decision(self._ledger, rpc, role, raw)
                     reply = await self._desk.run(decision.decide, prepare=decision.prepare)
             except PacelineError as exc:
                 code = code_of(exc).name
                 self._options.observe(rpc.name, code, self._loop.time() - start_s)
                 if is_audited:
-                    _AUDIT.info("refused", extra={"call": rpc.path, "role": role, "code": code})
+                    _AUDIT.info("refused", extra=decision.told(code))
                 await _abort(context, exc)
             self._options.observe(rpc.name, "OK", self._loop.time() - start_s)
             if is_audited:
-                _AUDIT.info("done", extra={"call": rpc.path, "role": role, "code": "OK"})
+                _AUDIT.info("done", extra=decision.told("OK"))
             return reply
 
         return answer
@@ -162,23 +162,38 @@ AUDITED: Final = frozenset(
 )
 """Calls that change what others see, and are rare enough to be told one by one."""
 
+SUBJECTS: Final = ("uid", "version_id", "worker_id", "model_name")
+"""Fields of requests that say what a call is about."""
+
 
 class _Decision:
     """One call on its way over the desk."""
 
     __slots__ = ("_ledger", "_raw", "_request", "_role", "_rpc")
 
+    _request: Message | None
+
     def __init__(self, ledger: ControlLedger, rpc: Rpc, role: TokenRole, raw: bytes) -> None:
         self._ledger = ledger
         self._rpc = rpc
         self._role = role
         self._raw = raw
+        self._request = None
+
+    def told(self, code: str) -> dict[str, str]:
+        """Return what an auditor needs to know: who did what to whom, and what came of it."""
+        subjects = {
+            name: value
+            for name in SUBJECTS
+            if isinstance(value := getattr(self._request, name, None), str) and value
+        }
+        return {"call": self._rpc.path, "role": self._role, "code": code, **subjects}
 
     def prepare(self) -> Sequence[str]:
         """Read the request, and return what it will need of the store."""
-        self._request = self._rpc.parse_request(self._raw)
-        _check_registration(self._role, self._request)
-        return keys_of(self._rpc, self._request)
+        request = self._request = self._rpc.parse_request(self._raw)
+        _check_registration(self._role, request)
+        return keys_of(self._rpc, request)
 
     def decide(self) -> bytes:
         """Return the reply."""
