@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-from paceline.refit.control import chains, history, reaper, records, rules
+from paceline.refit.control import chains, creation, history, reaper, records, rules
 from paceline.refit.control.catalog import Catalog, is_of_run
 from paceline.refit.control.lookup import (
     is_draining,
@@ -24,17 +24,15 @@ from paceline.refit.control.lookup import (
     put_version,
     read_live_lease,
     read_model_head,
-    read_versions_head,
     read_worker,
     require_version,
 )
 from paceline.refit.control.reaper import Reaped
-from paceline.refit.control.records import RetentionRecord, VersionRecord, VersionsHead
+from paceline.refit.control.records import RetentionRecord, VersionRecord
 from paceline.refit.control.rules import Limits
 from paceline.refit.control.transaction import Transaction, transact
 from paceline.refit.errors import (
     AlreadyExistsError,
-    ExhaustedError,
     PreconditionError,
 )
 from paceline.refit.model import (
@@ -57,8 +55,6 @@ from paceline.refit.model import (
 from paceline.store.protocol import Store, SupportsGroups, SupportsPrefetch
 
 T = TypeVar("T")
-
-UID_TRIES_MAX = 5
 
 REMOTE_THREADS = 3
 
@@ -107,58 +103,9 @@ class ControlLedger:
     def create_version(self, request: VersionRequest) -> WeightVersion:
         """Create a version, or return what an equal request created, whatever became of it."""
         request = rules.check_version_request(request, self._limits)
-        return self._write(lambda tx: self._create_version(tx, request))
-
-    def _create_version(self, tx: Transaction, request: VersionRequest) -> WeightVersion:
-        key = records.idempotency_key(request.model_name, request.idempotency_key)
-        made = tx.get(key)
-        # Before the base is looked at: a create whose reply was lost must find its version
-        # even if the base has been retired since.
-        if made is not None:
-            existing = require_version(tx, records.decode_text(made)).version
-            rules.check_same_request(existing, request)
-            return existing
-        if request.base_version_id is not None:
-            base = require_version(tx, request.base_version_id).version
-            rules.check_base(base, model_name=request.model_name)
-        head = read_versions_head(tx)
-        rules.check_room(head.kept, self._limits)
-        version = WeightVersion(
-            uid=self._free_uid(tx, request.uid),
-            model_name=request.model_name,
-            idempotency_key=request.idempotency_key,
-            payload_format=request.payload_format,
-            base_version_id=request.base_version_id,
-            expected_source_slots=request.expected_source_slots,
-            layout_signature="",
-            state=request.state,
-            created_at_unix_ms=tx.now_ms,
-            object_storage=request.object_storage,
+        return self._write(
+            lambda tx: creation.create_version(tx, request, limits=self._limits, nonce=self._nonce)
         )
-        record = VersionRecord(version=version, ordinal=head.created)
-        head = VersionsHead(created=head.created + 1, kept=head.kept + 1)
-        tx.put(records.VERSIONS_HEAD, records.encode(head))
-        put_version(tx, record)
-        tx.put(key, records.encode_text(version.uid))
-        return version
-
-    def _free_uid(self, tx: Transaction, wanted: str | None) -> str:
-        def is_free(uid: str) -> bool:
-            places = (records.version_key(uid), records.tombstone_key(uid))
-            return all(tx.get(place) is None for place in places)
-
-        if wanted is not None:
-            if not is_free(wanted):
-                raise AlreadyExistsError(
-                    f"uid {wanted!r} belongs to another version, or did; ask for another uid, "
-                    "or for none"
-                )
-            return wanted
-        for _ in range(UID_TRIES_MAX):
-            uid = self._nonce()
-            if is_free(uid):
-                return uid
-        raise ExhaustedError(f"{UID_TRIES_MAX} generated uids were all taken; try again")
 
     def get_version(self, uid: str) -> WeightVersion:
         """Return one version."""
@@ -188,41 +135,7 @@ class ControlLedger:
     def create_shard(self, shard: Shard) -> WeightVersion:
         """Advertise a shard; with the last missing slot the version is READY in the same step."""
         rules.check_shard(shard, self._limits)
-        return self._write(lambda tx: self._create_shard(tx, shard))
-
-    def _create_shard(self, tx: Transaction, shard: Shard) -> WeightVersion:
-        record = require_version(tx, shard.version_id)
-        version = record.version
-        rules.check_worker(
-            read_worker(tx, shard.worker_id),
-            worker_id=shard.worker_id,
-            now_ms=tx.now_ms,
-            model_name=version.model_name,
-            role=WorkerRole.TRAINER,
-        )
-        rules.check_publishable(version, shard)
-        key = records.shard_key(version.uid, shard.source_slot_id, shard.worker_id)
-        published = tx.get(key)
-        if published is not None:
-            if records.decode_shard(published) != shard:
-                raise AlreadyExistsError(
-                    f"worker {shard.worker_id!r} published slot {shard.source_slot_id!r} of "
-                    f"version {version.uid!r} with other content; publish a new version"
-                )
-            return version
-        rules.check_not_draining(
-            is_draining=is_draining(tx, shard.worker_id), worker_id=shard.worker_id
-        )
-        if record.num_shards >= self._limits.shards_max:
-            raise ExhaustedError(f"version {version.uid!r} has {record.num_shards} shards already")
-        covered = tuple(sorted({*record.covered_slots, shard.source_slot_id}))
-        record = replace(record, covered_slots=covered, num_shards=record.num_shards + 1)
-        tx.put(key, records.encode(shard))
-        is_complete = len(covered) == len(version.expected_source_slots)
-        if is_complete and version.state is VersionState.STAGING:
-            return put_state(tx, record, VersionState.READY)
-        tx.put(records.version_key(version.uid), records.encode(record))
-        return version
+        return self._write(lambda tx: creation.create_shard(tx, shard, limits=self._limits))
 
     def list_shards(self, version_id: str) -> Sequence[Shard]:
         """Return the shards by (slot, worker), less those of the dead that others replace."""
