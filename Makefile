@@ -27,10 +27,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the example needs into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the checks need into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 

@@ -70,7 +70,7 @@ def publish(plane: ControlPlane) -> str:
 
 def run(*args: str, status: int = 0) -> str:
     """Run a verb of ``paceline versions`` and return what it printed."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(
+    result = CliRunner(env={"COLUMNS": "20"}).invoke(
         versions, args, catch_exceptions=False, standalone_mode=False
     )
     assert (result.return_value or 0) == status, result.output
@@ -84,6 +84,7 @@ def test_ls_shows_versions_as_a_table_and_as_json(served: Served) -> None:
     assert uid in table
     assert "READY" in table
     assert DESCRIPTION.root_digest[:12] in table
+    assert all(word in table for word in ("FULL_TENSOR", "root digest"))
     shown = json.loads(run("ls", "--model", MODEL, "--json", *served.options))
     assert [version["uid"] for version in shown["versions"]] == [uid]
     assert shown["versions"][0]["description"]["sequence"] == 3
@@ -97,6 +98,7 @@ def test_show_has_shards_and_readers(served: Served) -> None:
     table = run("show", uid, *served.options)
     for expected in (uid, "rank-1", "t-0", "g-0", DESCRIPTION.root_digest):
         assert expected in table
+    assert "WeightPayloadFormat" not in table
     shown = json.loads(run("show", uid, "--json", *served.options))
     assert shown["version"]["state"] == "READY"
     assert [shard["source_slot_id"] for shard in shown["shards"]] == ["rank-0", "rank-1"]

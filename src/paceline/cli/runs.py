@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.text import printable
 from paceline.rental import InstanceState, NotProvenGoneError, backend_names
 from paceline.rental.records import Machine
 from paceline.runs import compose
@@ -47,7 +48,7 @@ def status(*, run_id: str, as_json: bool) -> None:
         return
     for key, value in found.items():
         if key not in {"machines", "summary"} and value is not None:
-            click.echo(f"{key:<12} {value}")
+            click.echo(printable(f"{key:<12} {value}"))
     _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
 
 

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from paceline.core.errors import ExitStatus
+from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
 
@@ -17,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 10.0
 DIGEST_CHARS = 12
 """Enough of a root digest to compare by eye; --json has all of it."""
+WIDTH_MAX = 1000
+"""Of a table; a terminal breaks the lines that are too long for it."""
 
 
 @click.group()
@@ -88,6 +92,7 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
         click.echo(json.dumps({"version": asdict(version), **parts}))
         return
     _print_table(("field", "value"), _fields(version))
+    click.echo()
     _print_table(
         ("slot", "worker", "tensors", "bytes", "manifest"),
         [
@@ -101,6 +106,7 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
             for s in shards
         ],
     )
+    click.echo()
     _print_table(
         ("lease", "reader", "expires (unix ms)"),
         [(le.lease_id, le.worker_id, str(le.expires_at_unix_ms)) for le in leases],
@@ -178,18 +184,26 @@ def _fields(version: WeightVersion) -> Sequence[Sequence[str]]:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table as wide as what is in it: names that are cut name nothing."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns)
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
     for row in rows:
         # Text, because names come from outside and must not be read as markup.
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console(width=WIDTH_MAX)
+    needed = Measurement.get(console, console.options, table).maximum
+    console.print(table, width=needed, crop=False, soft_wrap=True)

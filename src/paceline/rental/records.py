@@ -67,6 +67,11 @@ class Machine:
         return self.offer.dph * max(0.0, until_s - self.intended_at) / 3600
 
 
+def is_name(text: str) -> bool:
+    """Return whether ``text`` can be part of a machine's label."""
+    return _NAME.fullmatch(text) is not None
+
+
 def make_label(*, run_id: str, role: str, index: int, nonce: str) -> str:
     """Return a label that nobody used before, legal on every provider.
 
@@ -74,7 +79,7 @@ def make_label(*, run_id: str, role: str, index: int, nonce: str) -> str:
         UsageError: run or role are not lower-case letters, digits and inner dashes.
     """
     for what, name in (("run id", run_id), ("role", role)):
-        if _NAME.fullmatch(name) is None:
+        if not is_name(name):
             raise UsageError(
                 f"{what} {name!r} cannot be part of a machine's label; use up to 40 lower-case "
                 "letters, digits and inner dashes"
