@@ -7,9 +7,14 @@ PIP     = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # grpcio-tools of the oldest protobuf that we admit cannot share a venv with the newest runtime
 PROTO_VENV  := .venv-proto
 PROTO_TOOLS := grpcio-tools==1.71.2
+# ModelExpress pins an older protobuf; of its own requirements only those that we import are installed
+PEER_VENV  := .venv-peer
+PEER       := modelexpress==0.7.0
+PEER_NEEDS := torch==2.13.0 numpy==2.4.6 zstandard==0.25.0 safetensors grpcio 'protobuf<7' boto3 pydantic \
+              huggingface_hub google-crc32c s3transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit proto proto-check bench docs format system constraints clean
+.PHONY: help setup run test lint types layers unit proto proto-check bench docs format system constraints peer clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -32,7 +37,7 @@ setup: $(VENV)/.dev  ## make .venv with everything that the checks need
 run: $(VENV)/.demo  ## train the example on this computer: one trainer, two rollout engines
 	$(BIN)/paceline up examples/arithmetic/local.yaml --yes
 
-test: setup system lint types layers proto-check unit  ## every check
+test: setup system lint types layers proto-check peer unit  ## every check
 
 lint: setup  ## style, formatting, spelling
 	$(BIN)/ruff format --check .
@@ -61,8 +66,16 @@ proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 proto-check: $(PROTO_VENV)/bin/python  ## the protobuf modules are what the .proto files say
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py --check
 
-bench: setup  ## every benchmark, as JSON
-	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
+$(PEER_VENV)/.done:
+	$(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps '$(PEER)'
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check $(PEER_NEEDS) 2>/dev/null
+	@touch $@
+
+peer: $(PEER_VENV)/.done  ## ModelExpress in a venv of its own, to exchange deltas with and to measure against
+
+bench: setup peer  ## every benchmark, as JSON
+	@for b in benchmarks/cli.py benchmarks/codec.py benchmarks/example.py; do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
 
 docs: $(BIN)/python  ## build the documentation, strictly
 	$(PIP) --editable '.[docs]'
@@ -77,4 +90,4 @@ constraints: setup  ## pin what is installed now
 	@mv constraints.new constraints.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PROTO_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -20,7 +20,7 @@ from paceline.refit.delta.codec import REFERENCE, Tools, Update, decode_tensor, 
 from paceline.refit.delta.order import WordKind, Words, as_words, chunks, kind_of
 from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
-from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
+from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
 from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
@@ -336,8 +336,9 @@ class _Written:
     write: TensorWrite
     part: slice
     steps: Steps | None
+    """Loops write all of them or none."""
     old: Words | None
-    """What was overwritten; None once the chunk is complete and can be taken back without it."""
+    """What was overwritten; None where the chunk can be taken back without it."""
 
 
 def _updates(write: TensorWrite, tools: Tools) -> Iterable[Update]:
@@ -361,19 +362,18 @@ def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
 
 
 def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools) -> None:
-    """Write chunk by chunk; of each what it overwrites is kept until it is complete."""
+    """Write chunk by chunk; ``done`` tells which, the one that is being written included."""
     goes_back = write.steps is not None or is_flip(
         write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
     )
     for update in _updates(write, tools):
-        old = _old_words(write, update, tools)
-        steps = update.new if isinstance(update.new, Steps) else None
-        done.append(_Written(write=write, part=update.part, steps=steps, old=old))
         here = write.live[update.part]
         if isinstance(update.new, Steps):
+            done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
             tools.loops.add(update.new, here, kind_of(write.dtype))
-        else:
-            here[:] = update.new
+            continue
+        done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
+        here[:] = update.new
         if goes_back:
             done[-1] = replace(done[-1], old=None)
 
@@ -381,12 +381,10 @@ def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools) -> Non
 def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
     flipped: dict[str, tuple[TensorWrite, int]] = {}
     try:
-        for item in reversed(done):
+        for index, item in enumerate(reversed(done)):
             here = item.write.live[item.part]
-            if item.steps is not None and item.old is not None:
-                tools.loops.put(item.steps, here, item.old)
-            elif item.steps is not None:
-                tools.loops.add(item.steps, here, kind_of(item.write.dtype), sign=-1)
+            if item.steps is not None:
+                _step_back(item, item.steps, may_be_old=index == 0, tools=tools)
             elif item.old is not None:
                 here[:] = item.old
             else:
@@ -400,6 +398,24 @@ def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
             f"writing failed ({cause}) and so did taking it back ({exc}); "
             "install a full version before serving again"
         ) from exc
+
+
+def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) -> None:
+    """Take one chunk back and prove it; the last one may not have been written at all.
+
+    Raises:
+        ParseError: the words are neither the old nor the new ones.
+    """
+    here, kind = item.write.live[item.part], kind_of(item.write.dtype)
+    if may_be_old:
+        try:
+            tools.loops.check(steps, here, kind, first=item.part.start)
+        except ParseError:
+            pass  # written: these are not the words that the steps start from
+        else:
+            return
+    tools.loops.add(steps, here, kind, sign=-1)
+    tools.loops.check(steps, here, kind, first=item.part.start)
 
 
 def _num_elements(buffer: TensorBuffer) -> int:

@@ -61,7 +61,10 @@ class Loops(Protocol):
         """Write such a copy back."""
 
     def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
-        """Write the words that checked steps lead to; with ``sign`` -1 take them back."""
+        """Write the words that checked steps lead to; with ``sign`` -1 take them back.
+
+        All of them or, if it raises, none.
+        """
 
     def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
         """Sort checked steps into groups by the exponent of the word before the change.

@@ -40,7 +40,7 @@ def order_of(kind: WordKind) -> tuple[np.uint64, ...]:
 
 
 @intrinsic
-def _differs(typing_context: Any, one: Any, other: Any, at: Any) -> Any:
+def differs(typing_context: Any, one: Any, other: Any, at: Any) -> Any:
     """Compare 64 elements from ``at`` on; bit i of the result: element at + i differs."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -66,7 +66,7 @@ def _lowest(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def _population(typing_context: Any, bits: Any) -> Any:
+def population(typing_context: Any, bits: Any) -> Any:
     """Return how many bits are set."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -95,11 +95,46 @@ def _digested(at: Any, before: Any, after: Any) -> Any:
 
 
 @njit
-def _moved(word: Any, code: Any, order: Any, back: Any) -> Any:
+def _moved(word, code, order, back):
     """Return where a step leads from ``word``, or where it came from."""
     step = (code >> _U1) ^ (order[1] & (_U0 - (code & _U1)))
-    place = _rank(word, order)
-    return _unrank((place - step if back else place + step) & order[1], order)
+    step = (step ^ (_U0 - back)) + back
+    return _unrank((_rank(word, order) + step) & order[1], order)
+
+
+@njit
+def _locate(gaps, start, stop, last, at):
+    """Write the places that these gap bytes lead to; return how many, and where the gap stands.
+
+    Places first, words second: the processor then waits for many words of memory at once.
+    """
+    count = 0
+    for i in range(start, stop):
+        gap = np.int64(gaps[i])
+        ends = np.int64(gap != ESCAPE)
+        last += gap + ends
+        at[count] = last
+        count += ends
+    return count, last
+
+
+@njit
+def _read_codes(codes, c, count, escapes, e, found):
+    """Write codes in full; return how many escapes were used, -1 if there are not enough."""
+    lowest, highest = _ESCAPE, _U0
+    for j in range(count):
+        code = np.uint64(codes[c + j])
+        found[j] = code
+        lowest = min(lowest, code)
+        highest = max(highest, code)
+    if highest == _ESCAPE:
+        for j in range(count):
+            if found[j] == _ESCAPE:
+                if e == len(escapes):
+                    return -1, lowest
+                found[j] = np.uint64(escapes[e])
+                e += 1
+    return e, lowest
 
 
 @njit
@@ -111,7 +146,7 @@ def _find(old: Any, new: Any, start: Any, stop: Any, masks: Any, places: Any) ->
     found = 0
     whole = start + (stop - start) // _LANES * _LANES
     for at in range(start, whole, _LANES):
-        bits = _differs(old, new, at)
+        bits = differs(old, new, at)
         masks[found] = bits
         places[found] = at
         found += np.int64(bits != _U0)
@@ -137,7 +172,7 @@ def _list(masks: Any, places: Any, found: Any, at: Any) -> Any:
     for i in range(found):
         bits = masks[i]
         place = places[i]
-        size = np.int64(_population(bits))
+        size = np.int64(population(bits))
         for j in range(8):
             at[count + j] = place + _lowest(bits)
             bits &= bits - _U1
@@ -212,78 +247,77 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
 
 def _check_loop(gaps, codes, escapes, old, order, first):
     total = _U0
-    at = -1
+    last = -1
     c = e = 0
-    count = len(old)
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        at += gap
-        if gap == ESCAPE:
-            continue
-        at += 1
-        if c == len(codes):
+    for i in range(len(escapes)):
+        if escapes[i] < ESCAPE:
+            return SMALL, total
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    found = np.empty(_ROW, dtype=np.uint64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        if c + count > len(codes):
             return COUNTS, total
-        if at >= count:
+        if last >= len(old):
             return OUTSIDE, total
-        code = np.uint64(codes[c])
-        c += 1
-        if code == _U0:
+        e, lowest = _read_codes(codes, c, count, escapes, e, found)
+        if e < 0:
+            return ESCAPES, total
+        if lowest == _U0:
             return ZERO, total
-        if code == _ESCAPE:
-            if e == len(escapes):
-                return ESCAPES, total
-            code = np.uint64(escapes[e])
-            e += 1
-            if code < _ESCAPE:
-                return SMALL, total
-        before = np.uint64(old[at])
-        after = _moved(before, code, order, False)
-        total += _digested(first + at, before, after)
+        for j in range(count):
+            before[j] = old[at[j]]
+        for j in range(count):
+            after = _moved(before[j], found[j], order, _U0)
+            total += _digested(first + at[j], before[j], after)
+        c += count
     if c != len(codes):
         return COUNTS, total
     return (ESCAPES if e != len(escapes) else 0), total
 
 
 def _take_loop(gaps, words, found):
-    at = -1
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    last = -1
     c = 0
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        at += gap
-        if gap != ESCAPE:
-            at += 1
-            found[c] = words[at]
-            c += 1
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        for j in range(count):
+            found[c + j] = words[at[j]]
+        c += count
 
 
 def _put_loop(gaps, words, values):
-    at = -1
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    last = -1
     c = 0
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        at += gap
-        if gap != ESCAPE:
-            at += 1
-            words[at] = values[c]
-            c += 1
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        for j in range(count):
+            words[at[j]] = values[c + j]
+        c += count
 
 
 def _add_loop(gaps, codes, escapes, words, order, back):
-    at = -1
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    found = np.empty(_ROW, dtype=np.uint64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    last = -1
     c = e = 0
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        at += gap
-        if gap != ESCAPE:
-            at += 1
-            code = np.uint64(codes[c])
-            c += 1
-            if code == _ESCAPE:
-                code = np.uint64(escapes[e])
-                e += 1
-            words[at] = _moved(np.uint64(words[at]), code, order, back)
+    sign = _U1 if back else _U0
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        e, _ = _read_codes(codes, c, count, escapes, e, found)
+        for j in range(count):
+            before[j] = words[at[j]]
+        for j in range(count):
+            before[j] = _moved(before[j], found[j], order, sign)
+        for j in range(count):
+            words[at[j]] = before[j]
+        c += count
 
 
 def _count_loop(gaps, old, table, shift, mask, groups):
