@@ -20,7 +20,6 @@ from typing import BinaryIO, Final
 import numpy as np
 import xxhash
 
-from paceline.refit.delta.loops import NumpyLoops
 from paceline.refit.delta.order import WIDTHS, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.errors import ParseError, ParseReason, UncertainStateError
@@ -147,10 +146,7 @@ def _put_back(here: TensorBuffer, start: int, gaps: bytes, words: Words) -> None
     if not gaps:
         live[start : start + len(words)] = words
         return
-    where = np.frombuffer(gaps, dtype=np.uint8)
-    nothing = np.empty(0, dtype=np.uint8)
-    steps = Steps(gaps=where, codes=nothing, escapes=words[:0], total=0)
-    NumpyLoops().put(steps, live[start:], words)
+    live[start + positions_of(np.frombuffer(gaps, dtype=np.uint8))] = words
 
 
 def _sync_folder(path: Path) -> None:

@@ -28,7 +28,7 @@ _ROW: Final = 2**12
 _U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
 _PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
 
-OPEN, COUNTS, OUTSIDE, ESCAPES, SMALL, ZERO = range(1, 7)
+OPEN, COUNTS, OUTSIDE = range(1, 4)
 """Why steps are refused."""
 
 
@@ -119,22 +119,14 @@ def _locate(gaps, start, stop, last, at):
 
 
 @njit
-def _read_codes(codes, c, count, escapes, e, found):
-    """Write codes in full; return how many escapes were used, -1 if there are not enough."""
-    lowest, highest = _ESCAPE, _U0
+def _read_codes(codes, c, count, spots, escapes, e, found):
+    """Write codes in full, ``spots`` being where escapes belong; return how many were used."""
     for j in range(count):
-        code = np.uint64(codes[c + j])
-        found[j] = code
-        lowest = min(lowest, code)
-        highest = max(highest, code)
-    if highest == _ESCAPE:
-        for j in range(count):
-            if found[j] == _ESCAPE:
-                if e == len(escapes):
-                    return -1, lowest
-                found[j] = np.uint64(escapes[e])
-                e += 1
-    return e, lowest
+        found[j] = codes[c + j]
+    while e < len(spots) and spots[e] < c + count:
+        found[spots[e] - c] = escapes[e]
+        e += 1
+    return e
 
 
 @njit
@@ -245,15 +237,12 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     return total
 
 
-def _check_loop(gaps, codes, escapes, old, order, first):
+def _check_loop(gaps, codes, spots, escapes, old, order, first, places, landed):
     total = _U0
     last = -1
     c = e = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    for i in range(len(escapes)):
-        if escapes[i] < ESCAPE:
-            return SMALL, total
     at = np.empty(_ROW + 1, dtype=np.int64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
@@ -263,20 +252,19 @@ def _check_loop(gaps, codes, escapes, old, order, first):
             return COUNTS, total
         if last >= len(old):
             return OUTSIDE, total
-        e, lowest = _read_codes(codes, c, count, escapes, e, found)
-        if e < 0:
-            return ESCAPES, total
-        if lowest == _U0:
-            return ZERO, total
+        e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = old[at[j]]
         for j in range(count):
             after = _moved(before[j], found[j], order, _U0)
+            found[j] = after
             total += _digested(first + at[j], before[j], after)
+        for j in range(count):
+            places[c + j] = at[j]
+        for j in range(count):
+            landed[c + j] = found[j]
         c += count
-    if c != len(codes):
-        return COUNTS, total
-    return (ESCAPES if e != len(escapes) else 0), total
+    return (COUNTS if c != len(codes) else 0), total
 
 
 def _take_loop(gaps, words, found):
@@ -290,18 +278,12 @@ def _take_loop(gaps, words, found):
         c += count
 
 
-def _put_loop(gaps, words, values):
-    at = np.empty(_ROW + 1, dtype=np.int64)
-    last = -1
-    c = 0
-    for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
-        for j in range(count):
-            words[at[j]] = values[c + j]
-        c += count
+def _land_loop(places, values, words):
+    for j in range(len(places)):
+        words[places[j]] = values[j]
 
 
-def _add_loop(gaps, codes, escapes, words, order, back):
+def _add_loop(gaps, codes, spots, escapes, words, order, back):
     at = np.empty(_ROW + 1, dtype=np.int64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
@@ -310,7 +292,7 @@ def _add_loop(gaps, codes, escapes, words, order, back):
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _ROW):
         count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
-        e, _ = _read_codes(codes, c, count, escapes, e, found)
+        e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]
         for j in range(count):
@@ -416,6 +398,8 @@ def _next_run(gaps: Any, cursor: Any, group: Any, stop: Any) -> Any:
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 _OUT_BYTES = types.Array(types.uint8, 1, "C")
 _ORDER = types.UniTuple(types.uint64, 4)
+_PLACES = types.Array(types.uint32, 1, "C")
+_SPOTS = types.Array(types.int64, 1, "C", readonly=True)
 _TABLE2 = types.Array(types.int64, 2, "C")
 _EXPONENT = (types.uint64, types.uint64)
 
@@ -441,7 +425,8 @@ def compiled_diff(width: int) -> Any:
 def compiled_check(width: int) -> Any:
     """Return the fault, 0 for none, and the total."""
     words = _words(width)
-    return _compiled(_check_loop, _BYTES, _BYTES, words, words, _ORDER, types.int64)
+    inputs = (_BYTES, _BYTES, _SPOTS, words, words, _ORDER, types.int64)
+    return _compiled(_check_loop, *inputs, _PLACES, _words(width, readonly=False))
 
 
 @lru_cache
@@ -451,16 +436,18 @@ def compiled_take(width: int) -> Any:
 
 
 @lru_cache
-def compiled_put(width: int) -> Any:
-    """Write words at the positions."""
-    return _compiled(_put_loop, _BYTES, _words(width, readonly=False), _words(width))
+def compiled_land(width: int) -> Any:
+    """Write words at places."""
+    places = types.Array(types.uint32, 1, "C", readonly=True)
+    return _compiled(_land_loop, places, _words(width), _words(width, readonly=False))
 
 
 @lru_cache
 def compiled_add(width: int) -> Any:
     """Write the words that the steps lead to, or came from."""
     out = _words(width, readonly=False)
-    return _compiled(_add_loop, _BYTES, _BYTES, _words(width), out, _ORDER, types.boolean)
+    inputs = (_BYTES, _BYTES, _SPOTS, _words(width))
+    return _compiled(_add_loop, *inputs, out, _ORDER, types.boolean)
 
 
 @lru_cache

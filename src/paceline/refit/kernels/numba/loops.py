@@ -8,23 +8,29 @@ from typing import Final
 
 import numpy as np
 
-from paceline.refit.delta.loops import WHERE, Bytes, Group, NumpyLoops, outside, wrong_total
+from paceline.refit.delta.loops import (
+    WHERE,
+    Bytes,
+    Group,
+    Landing,
+    NumpyLoops,
+    check_escapes,
+    outside,
+    wrong_total,
+)
 from paceline.refit.delta.order import WordKind, Words
 from paceline.refit.delta.steps import ESCAPE, Steps
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.kernels.numba.compiled import (
     COUNTS,
-    ESCAPES,
     OPEN,
     OUTSIDE,
-    SMALL,
-    ZERO,
     compiled_add,
     compiled_check,
     compiled_count,
     compiled_diff,
     compiled_join,
-    compiled_put,
+    compiled_land,
     compiled_split,
     compiled_take,
     order_of,
@@ -33,9 +39,6 @@ from paceline.refit.kernels.numba.compiled import (
 _REFUSALS: Final = {
     OPEN: (ParseReason.TRUNCATED, "the last gap does not end"),
     COUNTS: (ParseReason.INCONSISTENT, "gaps and codes differ in number"),
-    ESCAPES: (ParseReason.INCONSISTENT, "codes ask for another number of escapes"),
-    SMALL: (ParseReason.NOT_CANONICAL, "an escape for a small step"),
-    ZERO: (ParseReason.NOT_CANONICAL, "a step that changes nothing"),
 }
 
 
@@ -66,17 +69,21 @@ class NumbaLoops:
             gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
         )
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
-        """Refuse steps that do not fit."""
+    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> Landing:
+        """Refuse steps that do not fit; return where they lead."""
         if not _fits(old):
-            self._reference.check(steps, old, kind, first=first)
-            return
+            return self._reference.check(steps, old, kind, first=first)
+        spots = check_escapes([steps.codes], steps.escapes)
+        places = np.empty(len(steps), dtype=np.uint32)
+        landed = np.empty(len(steps), dtype=old.dtype)
         fault, total = compiled_check(kind.width)(
-            steps.gaps, steps.codes, steps.escapes, old, order_of(kind), first
-        )
+            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first,
+            places, landed,
+        )  # fmt: skip
         _refuse(fault, len(old))
         if total != steps.total:
             raise wrong_total()
+        return Landing(places=places, words=landed)
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Copy the words at the positions."""
@@ -86,12 +93,12 @@ class NumbaLoops:
         compiled_take(words.itemsize)(steps.gaps, words, found)
         return found
 
-    def put(self, steps: Steps, words: Words, values: Words) -> None:
-        """Write the words at the positions."""
+    def land(self, landing: Landing, words: Words) -> None:
+        """Write the words at their places."""
         if not _fits(words):
-            self._reference.put(steps, words, values)
+            self._reference.land(landing, words)
             return
-        compiled_put(words.itemsize)(steps.gaps, words, values)
+        compiled_land(words.itemsize)(landing.places, landing.words, words)
 
     def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
         """Write the words that the steps lead to."""
@@ -99,7 +106,10 @@ class NumbaLoops:
             self._reference.add(steps, words, kind, sign=sign)
             return
         order = order_of(kind)
-        compiled_add(kind.width)(steps.gaps, steps.codes, steps.escapes, words, order, sign < 0)
+        spots = np.flatnonzero(steps.codes == ESCAPE)
+        compiled_add(kind.width)(
+            steps.gaps, steps.codes, spots, steps.escapes, words, order, sign < 0
+        )
 
     def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
         """Sort by the exponent before the change."""
