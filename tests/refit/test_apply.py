@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.refit.apply import (
+    FULL,
     Checks,
     StagedInstall,
     prove_live,
@@ -29,7 +30,6 @@ from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
 
 Tensors = dict[str, TensorBuffer]
 TOOLS = Tools(loops=load_loops())
-NO_LANDING = Checks(landing_bytes=0)
 
 
 def tensors_of(which: str) -> Tensors:
@@ -59,7 +59,7 @@ def staged(
     *,
     base: dict[str, TensorEntry] | None = None,
     aliases: Mapping[str, str] | None = None,
-    checks: Checks = NO_LANDING,
+    checks: Checks = FULL,
 ) -> StagedInstall:
     manifest, data = payload
     objects = {item.object_id: memoryview(data) for item in manifest.objects}

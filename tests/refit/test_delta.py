@@ -147,7 +147,7 @@ def test_loops_agree_one_by_one(change: tuple[str, list[bytes]]) -> None:
     for loops in LOOPS:
         steps = loops.diff(old, now, kind, first=7, most=len(old))
         assert steps is not None
-        landing = loops.check(steps, old, kind, first=7)
+        loops.check(steps, old, kind, first=7)
         shifted[1:] = base
         live = as_words(memoryview(shifted)[1:], kind.width)
         taken = loops.take(steps, live)
@@ -156,8 +156,6 @@ def test_loops_agree_one_by_one(change: tuple[str, list[bytes]]) -> None:
         loops.add(steps, live, kind, sign=-1)
         assert live.tobytes() == base
         assert taken.tobytes() == live[positions_of(steps.gaps)].tobytes()
-        loops.land(landing, live)
-        assert live.tobytes() == new
         if len(steps) > 1:
             assert loops.diff(old, now, kind, first=7, most=len(steps) - 1) is None
 

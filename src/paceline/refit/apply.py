@@ -41,8 +41,6 @@ class Checks:
 
     whole: bool = True
     tools: Tools = REFERENCE
-    landing_bytes: int = 32 * 2**20
-    """Memory for finished words: what fits is written twice as fast, during the pause."""
 
 
 FULL = Checks()
@@ -127,14 +125,12 @@ def stage_install(
             raise VerifyError(f"object {item.object_id} of the manifest was not fetched")
         verify_object(item, data)
         check_header(data, manifest.payload_format)
-    writes, left = [], checks.landing_bytes
+    writes = []
     for segment in manifest.segments:
         data = objects[segment.object_id][segment.offset : segment.offset + segment.num_bytes]
-        room = replace(checks, landing_bytes=left)
-        write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data, room)
+        write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data, checks)
         if write.changed_elements:
             writes.append(write)
-            left -= sum(_landing_bytes(update) for update in write.steps or ())
     return StagedInstall(
         root_digest=manifest.root_digest,
         entries=manifest.tensors,
@@ -272,7 +268,7 @@ def _stage_tensor(
         data, scheme=segment.scheme, base=here.data, dtype=entry.dtype, tools=checks.tools
     )
     if by_steps:
-        updates = _affordable(found, checks.landing_bytes)
+        updates = tuple(found)
         changed = sum(len(update.new) for update in updates)
         digest = _digest_after(live, updates, kind, checks) if checks.whole else entry.digest
         steps: tuple[Update, ...] | None = updates
@@ -296,19 +292,6 @@ def _stage_tensor(
         scheme=segment.scheme,
         changed_elements=changed,
     )
-
-
-def _affordable(found: Iterable[Update], limit: int) -> tuple[Update, ...]:
-    """Keep the steps, and where they lead as long as that fits."""
-    kept = []
-    for update in found:
-        limit -= _landing_bytes(update)
-        kept.append(replace(update, landing=None) if limit < 0 else update)
-    return tuple(kept)
-
-
-def _landing_bytes(update: Update) -> int:
-    return 0 if update.landing is None else update.landing.num_bytes
 
 
 def _digest_after(live: Words, updates: Sequence[Update], kind: WordKind, checks: Checks) -> str:
@@ -387,10 +370,7 @@ def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools) -> Non
         here = write.live[update.part]
         if isinstance(update.new, Steps):
             done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
-            if update.landing is None:
-                tools.loops.add(update.new, here, kind_of(write.dtype))
-            else:
-                tools.loops.land(update.landing, here)
+            tools.loops.add(update.new, here, kind_of(write.dtype))
             continue
         done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
         here[:] = update.new

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.refit.delta import choice, dense, gap
 from paceline.refit.delta.choice import LOCAL, Link
-from paceline.refit.delta.loops import Landing, Loops, NumpyLoops
+from paceline.refit.delta.loops import Loops, NumpyLoops
 from paceline.refit.delta.order import Buffer, WordKind, Words, as_words, chunks, kind_of
 from paceline.refit.delta.steps import Steps, compose
 from paceline.refit.delta.stream import Cursor, new_compressor, render_u32
@@ -49,8 +49,6 @@ class Update:
 
     part: slice
     new: Steps | Words
-    landing: Landing | None = None
-    """Where the steps lead, as long as somebody can afford to keep it."""
 
 
 def encode_tensor(
@@ -238,8 +236,7 @@ def _decode_record(
     if not len(record):
         return None
     parse = gap.parse_classed if scheme is Scheme.CLASSED else gap.parse
-    steps, landing = parse(record, before, kind, first=part.start, loops=loops)
-    return Update(part=part, new=steps, landing=landing)
+    return Update(part=part, new=parse(record, before, kind, first=part.start, loops=loops))
 
 
 def _raw(data: memoryview, old: Words, parts: list[slice]) -> Iterator[Update]:

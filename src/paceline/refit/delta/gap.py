@@ -22,7 +22,6 @@ from paceline.refit.delta.loops import (
     WHERE,
     Bytes,
     Group,
-    Landing,
     Loops,
     check_counts,
     check_escapes,
@@ -67,28 +66,28 @@ def render_classed(steps: Steps, old: Words, kind: WordKind, *, loops: Loops) ->
     return _render(steps, groups, bounds, (new_compressor(), new_compressor(_THOROUGH)))
 
 
-def parse(
-    record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops
-) -> tuple[Steps, Landing]:
+def parse(record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops) -> Steps:
     """Return the steps of a GAP record, checked against the chunk. Raises ParseError.
 
     Streams are expanded only after their sizes were found possible for this chunk.
     """
     cursor = Cursor(record, where=WHERE)
     steps = _ungrouped(cursor, len(old), kind)
-    return steps, loops.check(steps, old, kind, first=first)
+    loops.check(steps, old, kind, first=first)
+    return steps
 
 
 def parse_classed(
     record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops
-) -> tuple[Steps, Landing]:
+) -> Steps:
     """Return the steps of a CLASSED record, checked against the chunk. Raises ParseError."""
     cursor = Cursor(record, where=WHERE)
     head, bounds, sizes = _parse_head(cursor, len(old), kind)
     escapes, groups = _parse_streams(cursor, head, sizes, kind)
     joined = loops.join(groups, escapes, old, kind, _table(bounds, kind))
     steps = Steps(gaps=joined.gaps, codes=joined.codes, escapes=escapes, total=head[0])
-    return steps, loops.check(steps, old, kind, first=first)
+    loops.check(steps, old, kind, first=first)
+    return steps
 
 
 def parse_unchecked(record: memoryview, num_elements: int, kind: WordKind) -> Steps:

@@ -1,10 +1,9 @@
 """The loops over elements that the codec is made of, and their reference in numpy.
 
 Faster ones are in ``refit.kernels``; all give the same bytes. None of them writes anything but
-``add`` and ``land``, which write exactly the elements of steps that ``check`` has passed.
+``add``, which writes exactly the elements of steps that ``check`` has passed.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -35,19 +34,6 @@ Group = tuple[Bytes, Bytes]
 """Gaps and codes of the elements of one group, the gaps counted within the group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Landing:
-    """Where checked steps lead: quicker to write than steps, and several times their size."""
-
-    places: npt.NDArray[np.uint32]
-    words: Words
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return self.places.nbytes + self.words.nbytes
-
-
 class Loops(Protocol):
     """Pure functions over one chunk, except where they say that they write."""
 
@@ -61,8 +47,8 @@ class Loops(Protocol):
         ``first`` is the chunk's place in its tensor.
         """
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> Landing:
-        """Return where the steps lead from ``old``, or refuse them.
+    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+        """Refuse steps that do not fit ``old``.
 
         Raises:
             ParseError: a position outside, an open gap, counts that disagree, a code that is not
@@ -71,9 +57,6 @@ class Loops(Protocol):
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Return a copy of the words at the positions of checked steps."""
-
-    def land(self, landing: Landing, words: Words) -> None:
-        """Write what ``check`` has returned. All of it or, if it raises, nothing."""
 
     def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
         """Write the words that checked steps lead to; with ``sign`` -1 take them back.
@@ -116,8 +99,8 @@ class NumpyLoops:
             total=digest_change(at + first, before, after),
         )
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> Landing:
-        """Refuse steps that do not fit; return where they lead."""
+    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+        """Refuse steps that do not fit."""
         check_counts(steps.gaps, steps.codes, len(old))
         check_escapes([steps.codes], steps.escapes)
         at = positions_of(steps.gaps)
@@ -125,16 +108,11 @@ class NumpyLoops:
         after = unrank(rank(before, kind) + differences_of(steps), kind)
         if digest_change(at + first, before, after) != steps.total:
             raise wrong_total()
-        return Landing(places=at.astype(np.uint32), words=after)
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Copy the words at the positions."""
         found: Words = words[positions_of(steps.gaps)]
         return found
-
-    def land(self, landing: Landing, words: Words) -> None:
-        """Write the words at their places."""
-        words[landing.places] = landing.words
 
     def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
         """Write the words that the steps lead to."""

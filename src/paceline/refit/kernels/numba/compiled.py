@@ -237,7 +237,7 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     return total
 
 
-def _check_loop(gaps, codes, spots, escapes, old, order, first, places, landed):
+def _check_loop(gaps, codes, spots, escapes, old, order, first):
     total = _U0
     last = -1
     c = e = 0
@@ -257,12 +257,7 @@ def _check_loop(gaps, codes, spots, escapes, old, order, first, places, landed):
             before[j] = old[at[j]]
         for j in range(count):
             after = _moved(before[j], found[j], order, _U0)
-            found[j] = after
             total += _digested(first + at[j], before[j], after)
-        for j in range(count):
-            places[c + j] = at[j]
-        for j in range(count):
-            landed[c + j] = found[j]
         c += count
     return (COUNTS if c != len(codes) else 0), total
 
@@ -276,11 +271,6 @@ def _take_loop(gaps, words, found):
         for j in range(count):
             found[c + j] = words[at[j]]
         c += count
-
-
-def _land_loop(places, values, words):
-    for j in range(len(places)):
-        words[places[j]] = values[j]
 
 
 def _add_loop(gaps, codes, spots, escapes, words, order, back):
@@ -398,7 +388,6 @@ def _next_run(gaps: Any, cursor: Any, group: Any, stop: Any) -> Any:
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 _OUT_BYTES = types.Array(types.uint8, 1, "C")
 _ORDER = types.UniTuple(types.uint64, 4)
-_PLACES = types.Array(types.uint32, 1, "C")
 _SPOTS = types.Array(types.int64, 1, "C", readonly=True)
 _TABLE2 = types.Array(types.int64, 2, "C")
 _EXPONENT = (types.uint64, types.uint64)
@@ -426,20 +415,13 @@ def compiled_check(width: int) -> Any:
     """Return the fault, 0 for none, and the total."""
     words = _words(width)
     inputs = (_BYTES, _BYTES, _SPOTS, words, words, _ORDER, types.int64)
-    return _compiled(_check_loop, *inputs, _PLACES, _words(width, readonly=False))
+    return _compiled(_check_loop, *inputs)
 
 
 @lru_cache
 def compiled_take(width: int) -> Any:
     """Copy the words at the positions."""
     return _compiled(_take_loop, _BYTES, _words(width), _words(width, readonly=False))
-
-
-@lru_cache
-def compiled_land(width: int) -> Any:
-    """Write words at places."""
-    places = types.Array(types.uint32, 1, "C", readonly=True)
-    return _compiled(_land_loop, places, _words(width), _words(width, readonly=False))
 
 
 @lru_cache

@@ -12,7 +12,6 @@ from paceline.refit.delta.loops import (
     WHERE,
     Bytes,
     Group,
-    Landing,
     NumpyLoops,
     check_escapes,
     outside,
@@ -30,7 +29,6 @@ from paceline.refit.kernels.numba.compiled import (
     compiled_count,
     compiled_diff,
     compiled_join,
-    compiled_land,
     compiled_split,
     compiled_take,
     order_of,
@@ -69,21 +67,18 @@ class NumbaLoops:
             gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
         )
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> Landing:
-        """Refuse steps that do not fit; return where they lead."""
+    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+        """Refuse steps that do not fit."""
         if not _fits(old):
-            return self._reference.check(steps, old, kind, first=first)
+            self._reference.check(steps, old, kind, first=first)
+            return
         spots = check_escapes([steps.codes], steps.escapes)
-        places = np.empty(len(steps), dtype=np.uint32)
-        landed = np.empty(len(steps), dtype=old.dtype)
         fault, total = compiled_check(kind.width)(
-            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first,
-            places, landed,
-        )  # fmt: skip
+            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first
+        )
         _refuse(fault, len(old))
         if total != steps.total:
             raise wrong_total()
-        return Landing(places=places, words=landed)
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Copy the words at the positions."""
@@ -92,13 +87,6 @@ class NumbaLoops:
         found = np.empty(len(steps), dtype=words.dtype)
         compiled_take(words.itemsize)(steps.gaps, words, found)
         return found
-
-    def land(self, landing: Landing, words: Words) -> None:
-        """Write the words at their places."""
-        if not _fits(words):
-            self._reference.land(landing, words)
-            return
-        compiled_land(words.itemsize)(landing.places, landing.words, words)
 
     def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
         """Write the words that the steps lead to."""
