@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.cli.version_files import compose, diff, verify
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.model import WeightVersion
 
@@ -21,6 +22,11 @@ DIGEST_CHARS = 12
 @click.group()
 def versions() -> None:
     """Published weight versions: which there are, who offers and who reads them."""
+
+
+versions.add_command(diff)
+versions.add_command(compose)
+versions.add_command(verify)
 
 
 def _connection(command: F) -> F:

@@ -165,12 +165,17 @@ def parse_delta_shard(data: memoryview, names: Iterable[str]) -> dict[str, Canon
     return found
 
 
+def shard_names(data: memoryview) -> list[str]:
+    """Return the names of the tensors in a shard. Raises ParseError."""
+    return list(_parse_shard(data)[0])
+
+
 def parse_full_shard(data: memoryview, names: Iterable[str]) -> dict[str, FullTensor]:
     """Return the tensors of a shard, proven where it has checksums. Raises ParseError."""
     rows, checksums = _parse_shard(data)
     _check_names(rows, names)
     for name, (_, _, content) in rows.items():
-        if checksums.get(name, f"{zlib.adler32(content):08x}") != f"{zlib.adler32(content):08x}":
+        if name in checksums and checksums[name] != f"{zlib.adler32(content):08x}":
             raise ParseError(ParseReason.DIGEST_MISMATCH, f"shard.{name}", "adler32")
     return {
         name: FullTensor(dtype=dtype, shape=shape, data=content)
