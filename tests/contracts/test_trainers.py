@@ -27,8 +27,8 @@ class TestTorchModule(TrainerContract):
 
         def step() -> None:
             with torch.no_grad():
-                embed.weight.view(-1)[::7] += 0.5
-                norm.weight.add_(1)
+                embed.weight.view(-1)[::7].add_(0.5)
+                norm.bias.add_(1)
 
         def wire_bytes() -> dict[str, bytes]:
             state = module.state_dict()

@@ -302,3 +302,60 @@ def test_no_token_is_shown_or_kept(operator: Operator) -> None:
         operator.home / "out" / name for name in ("report.json", "report.html", "events.jsonl")
     ]
     assert all(token.encode() not in path.read_bytes() for path in kept)
+
+
+def test_a_terminal_that_closes_leaves_nothing_behind(operator: Operator) -> None:
+    """With nobody to read what is told the run still ends as asked, with its status and result."""
+    operator.job(f"name: gone\nroles:\n  trainer: {role(FOREVER)}\n")
+    process = operator.start("up", "job.yaml", "--yes", "--json", "--out", "out")
+    operator.wait_for(lambda: len(operator.processes()) >= 2)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert json.loads(out)["outcome"] == "interrupted"
+    operator.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_anything_is_rented_is_told(
+    operator: Operator, number: signal.Signals
+) -> None:
+    """Also while the job file is read a signal means status 130 and an error that can be parsed."""
+    os.mkfifo(operator.home / "job.yaml")
+    process = operator.start("up", "job.yaml", "--yes", "--json")
+    with (operator.home / "job.yaml").open("w"):  # returns when paceline reads
+        process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert json.loads(out)["error"]["kind"] == "INTERRUPTED"
+    assert err.strip() == "paceline: stopped"
+
+
+def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> None:
+    """Tokens, and copies on the way to a machine, do not outlive the clean-up after kill -9."""
+    setup = role("true", setup="exec sleep 300")
+    operator.job(f"name: nine\nrefit: {{model: m}}\nroles:\n  trainer: {setup}\n")
+    process = operator.start("up", "job.yaml", "--yes", "--run-id", "nine")
+    operator.wait_for(operator.sleeping)
+    run_dir = operator.state / "runs" / "nine"
+    (run_dir / "kit-x" / "secrets").mkdir(parents=True)  # killed while it was copied
+    process.kill()
+    process.communicate()
+    assert (run_dir / "tokens.json").exists()
+    assert operator.type("gc", "--yes")[0] == 0
+    left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
+    assert left == {"owner.lock"}
+    operator.assert_nothing_left()
+
+
+def test_a_report_that_was_changed_hides_no_status(operator: Operator) -> None:
+    """A report belongs to the user: what became of it is said, and the record is shown."""
+    operator.job(f"name: short\nroles:\n  task: {role('true')}\n")
+    assert operator.type("up", "job.yaml", "--yes", "--run-id", "short", "--out", "out")[0] == 0
+    (operator.home / "out" / "report.json").write_bytes(b"{\xff")
+    status, out, err = operator.type("status", "short", "--json")
+    assert (status, json.loads(out)["state"], json.loads(out)["summary"]) == (0, "succeeded", None)
+    assert "is not a report any more" in err

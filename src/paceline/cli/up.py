@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.progress import is_interactive, watcher_for
+from paceline.cli.streams import ReaderGoneError
 from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.text import printable
 from paceline.rental import backend_names
 from paceline.runs import compose
 from paceline.runs.charts import bytes_text
@@ -112,7 +115,8 @@ def _execute(
         result = compose.execute(services, order, watcher=watcher)
     finally:
         watcher.close()
-    _show_result(result, as_json=as_json, is_short=stream)
+    with suppress(ReaderGoneError):  # the status is the run's, whoever reads what it says
+        _show_result(result, as_json=as_json, is_short=stream)
     return result.status
 
 
@@ -155,7 +159,7 @@ def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
 
 def _show_result(result: RunResult, *, as_json: bool, is_short: bool) -> None:
     if result.status is not ExitStatus.OK:
-        click.echo(f"paceline: {result.message}", err=True)
+        click.echo(printable(f"paceline: {result.message}"), err=True)
     if as_json:
         error = {} if result.status is ExitStatus.OK else {"error": result.message}
         click.echo(json.dumps({**result.summary, "exit_status": int(result.status), **error}))

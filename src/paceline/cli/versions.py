@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.model import WeightVersion
 
@@ -166,7 +167,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(name, no_wrap=True)
     for row in rows:
         # Text, because names come from outside and must not be read as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(width=WIDTH_MAX)
     needed = Measurement.get(console, console.options, table).maximum
     console.print(table, width=needed, crop=False, soft_wrap=True)

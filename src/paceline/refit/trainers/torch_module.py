@@ -308,8 +308,11 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            raise ValueError(f"{name!r} is a {type(value).__name__}, not a plain tensor")
+        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not is_plain or value.is_meta:
+            raise ValueError(
+                f"{name!r} is a {type(value).__name__}, not a plain tensor with data of its own"
+            )
         item = value.detach()
         where = (item.device, item.data_ptr(), item.dtype, tuple(item.shape), item.stride())
         if item.numel() and where in seen:
