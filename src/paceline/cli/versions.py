@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.core.errors import ExitStatus
 from paceline.core.text import printable
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,11 @@ def _connection(command: F) -> F:
             "--credentials",
             type=click.Path(path_type=Path),
             help="A role's credentials file; default: where PACELINE_CREDENTIALS points.",
+        ),
+        click.option(
+            "--ca",
+            type=click.Path(path_type=Path),
+            help="PEM certificate to trust, over TLS; default: where PACELINE_CONTROL_CA points.",
         ),
         click.option("--insecure-plaintext", is_flag=True, help="Admit an address elsewhere."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
@@ -107,13 +113,42 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
     )
 
 
+@versions.command()
+@click.argument("uid")
+@_connection
+def verify(*, uid: str, as_json: bool, **connection: Any) -> int:
+    """Check that a version can be installed from nothing; exit status 50 if it cannot.
+
+    Looks at its chain back to a full version: every one READY, described, on the root digest
+    that it names, every slot offered. With --credentials every manifest is fetched and compared
+    with its advertised digest too.
+    """
+    from paceline.refit import compose
+
+    plane = _connect(**connection)
+    given = connection["credentials"]
+    token = compose.load_credentials(given).data_token if given else None
+    try:
+        problems = compose.verify_version(plane, uid, data_token=token)
+    finally:
+        plane.close()
+    if as_json:
+        click.echo(json.dumps({"version": uid, "ok": not problems, "problems": list(problems)}))
+    elif problems:
+        _print_table(("problem",), [(problem,) for problem in problems])
+    else:
+        click.echo(f"{uid} can be installed from nothing")
+    return int(ExitStatus.REFIT_FAILED if problems else ExitStatus.OK)
+
+
 def _connect(
     *,
     address: str,
     token_file: Path | None,
     credentials: Path | None,
     insecure_plaintext: bool,
-) -> ControlPlane:
+    ca: Path | None,
+) -> ControlClient:
     from paceline.refit import compose
 
     token = None if token_file else compose.load_credentials(credentials).control_token
@@ -123,6 +158,7 @@ def _connect(
         token_file=token_file,
         timeout_s=TIMEOUT_S,
         allow_plaintext=insecure_plaintext,
+        trusted_file=ca,
     )
 
 
