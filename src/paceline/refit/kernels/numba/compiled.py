@@ -103,19 +103,20 @@ def _moved(word, code, order, back):
 
 
 @njit
-def _locate(gaps, start, stop, last, at):
-    """Write the places that these gap bytes lead to; return how many, and where the gap stands.
+def _locate(gaps, start, stop, following, at):
+    """Write the places that these gap bytes lead to; return how many, and where the next gap starts.
 
-    Places first, words second: the processor then waits for many words of memory at once.
+    Places first, words second: the processor then waits for many words of memory at once. They
+    are unsigned, so that numba does not look for negative indices.
     """
-    count = 0
+    count = _U0
     for i in range(start, stop):
-        gap = np.int64(gaps[i])
-        ends = np.int64(gap != ESCAPE)
-        last += gap + ends
-        at[count] = last
+        gap = np.uint64(gaps[i])
+        ends = np.uint64(gap != _ESCAPE)
+        following += gap + ends
+        at[count] = following - _U1
         count += ends
-    return count, last
+    return np.int64(count), following
 
 
 @njit
@@ -239,49 +240,55 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
 
 def _check_loop(gaps, codes, spots, escapes, old, order, first):
     total = _U0
-    last = -1
+    following = _U0
     c = e = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    at = np.empty(_ROW + 1, dtype=np.int64)
+    at = np.empty(_ROW + 1, dtype=np.uint64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(
+            gaps, start, min(start + _ROW, len(gaps)), following, at
+        )
         if c + count > len(codes):
             return COUNTS, total
-        if last >= len(old):
+        if following > np.uint64(len(old)):
             return OUTSIDE, total
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = old[at[j]]
         for j in range(count):
             after = _moved(before[j], found[j], order, _U0)
-            total += _digested(first + at[j], before[j], after)
+            total += _digested(np.uint64(first) + at[j], before[j], after)
         c += count
     return (COUNTS if c != len(codes) else 0), total
 
 
 def _take_loop(gaps, words, found):
-    at = np.empty(_ROW + 1, dtype=np.int64)
-    last = -1
+    at = np.empty(_ROW + 1, dtype=np.uint64)
+    following = _U0
     c = 0
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(
+            gaps, start, min(start + _ROW, len(gaps)), following, at
+        )
         for j in range(count):
             found[c + j] = words[at[j]]
         c += count
 
 
 def _add_loop(gaps, codes, spots, escapes, words, order, back):
-    at = np.empty(_ROW + 1, dtype=np.int64)
+    at = np.empty(_ROW + 1, dtype=np.uint64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
-    last = -1
+    following = _U0
     c = e = 0
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(
+            gaps, start, min(start + _ROW, len(gaps)), following, at
+        )
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]
