@@ -122,8 +122,9 @@ def _locate(gaps, start, stop, following, at):
 @njit
 def _read_codes(codes, c, count, spots, escapes, e, found):
     """Write codes in full, ``spots`` being where escapes belong; return how many were used."""
+    mine = codes[c : c + count]  # a view: numba cannot see that c + j is not negative
     for j in range(count):
-        found[j] = codes[c + j]
+        found[j] = mine[j]
     while e < len(spots) and spots[e] < c + count:
         found[spots[e] - c] = escapes[e]
         e += 1
@@ -177,17 +178,18 @@ def _list(masks: Any, places: Any, found: Any, at: Any) -> Any:
 
 
 @njit
-def _write_gaps(at: Any, count: Any, gaps: Any, g: Any) -> Any:
+def _write_gaps(at, count, gaps, g):
     """Write the gaps before ``at[1]`` to ``at[count]``; return where the stream ends."""
+    mine = gaps[g : g + count]
     largest = 0
-    for j in range(1, count + 1):
-        gap = at[j] - at[j - 1] - 1
-        gaps[g + j - 1] = gap
+    for j in range(count):
+        gap = at[j + 1] - at[j] - 1
+        mine[j] = gap
         largest = max(largest, gap)
     if largest < ESCAPE:
         return g + count
-    for j in range(1, count + 1):
-        gap = at[j] - at[j - 1] - 1
+    for j in range(count):
+        gap = at[j + 1] - at[j] - 1
         while gap >= ESCAPE:
             gaps[g] = ESCAPE
             g += 1
@@ -210,6 +212,8 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     masks = np.empty(_ROW // _LANES + 1, dtype=np.uint64)
     places = np.empty(_ROW // _LANES + 1, dtype=np.int64)
     at = np.empty(_ROW + 10, dtype=np.int64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    after = np.empty(_ROW, dtype=np.uint64)
     at[0] = -1
     for start in range(0, len(old), _ROW):
         found = _find(old, new, start, min(start + _ROW, len(old)), masks, places)
@@ -218,19 +222,25 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
             out[1] = -1
             return total
         g = _write_gaps(at, count, gaps, g)
-        far = _U0
         for j in range(count):
-            p = at[j + 1]
-            before, after = np.uint64(old[p]), np.uint64(new[p])
-            code = _code(before, after, order)
-            codes[c + j] = min(code, _ESCAPE)
-            far = max(far, code)
-            total += _digested(first + p, before, after)
+            p = np.uint64(at[j + 1])
+            before[j] = old[p]
+            after[j] = new[p]
+        far = _U0
+        mine = codes[c : c + count]
+        for j in range(count):
+            total += _digested(np.uint64(first) + np.uint64(at[j + 1]), before[j], after[j])
+            code = _code(before[j], after[j], order)
+            after[j] = code
+            mine[j] = min(code, _ESCAPE)
+            far |= code
         if far >= _ESCAPE:
             for j in range(count):
-                if codes[c + j] == ESCAPE:
-                    p = at[j + 1]
-                    escapes[e] = _code(np.uint64(old[p]), np.uint64(new[p]), order)
+                if after[j] >= _ESCAPE:
+                    if e == len(escapes):
+                        out[1] = -1
+                        return total
+                    escapes[e] = after[j]
                     e += 1
         c += count
         at[0] = at[count]
@@ -273,8 +283,9 @@ def _take_loop(gaps, words, found):
         count, following = _locate(
             gaps, start, min(start + _ROW, len(gaps)), following, at
         )
+        mine = found[c : c + count]
         for j in range(count):
-            found[c + j] = words[at[j]]
+            mine[j] = words[at[j]]
         c += count
 
 
