@@ -109,9 +109,18 @@ def _locate(gaps, start, stop, following, at):
     Places first, words second: the processor then waits for many words of memory at once. They
     are unsigned, so that numba does not look for negative indices.
     """
+    mine = gaps[start:stop]
+    long_gaps = 0
+    for j in range(len(mine)):
+        long_gaps += mine[j] == ESCAPE
+    if not long_gaps:
+        for j in range(len(mine)):
+            at[j] = following + np.uint64(mine[j])
+            following = at[j] + _U1
+        return stop - start, following
     count = _U0
-    for i in range(start, stop):
-        gap = np.uint64(gaps[i])
+    for j in range(len(mine)):
+        gap = np.uint64(mine[j])
         ends = np.uint64(gap != _ESCAPE)
         following += gap + ends
         at[count] = following - _U1
