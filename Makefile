@@ -7,14 +7,16 @@ PIP     = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # grpcio-tools of the oldest protobuf that we admit cannot share a venv with the newest runtime
 PROTO_VENV  := .venv-proto
 PROTO_TOOLS := grpcio-tools==1.71.2
-# ModelExpress pins an older protobuf; of its own requirements only those that we import are installed
-PEER_VENV  := .venv-peer
-PEER       := modelexpress==0.7.0
-PEER_NEEDS := torch==2.13.0 numpy==2.4.6 zstandard==0.25.0 safetensors grpcio 'protobuf<7' boto3 pydantic \
-              huggingface_hub google-crc32c s3transfer
+
+# the public clients that tests talk to: their protobuf is older than ours
+PEER_VENV   := .venv-peer
+PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
+
+# what must be tested whole: the code that decides
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit proto proto-check bench docs format system constraints peer clean
+.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -25,10 +27,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the example needs into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the checks need into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
@@ -53,6 +57,10 @@ layers: setup  ## which way imports point
 unit: setup  ## the tests
 	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
 
+coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
+	$(BIN)/pytest -q -n 2 -m 'not gpu and not slow' --cov=paceline --cov-branch --cov-report=
+	$(BIN)/coverage report --fail-under=98 --include='$(PURE)'
+
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages
 
@@ -60,22 +68,24 @@ $(PROTO_VENV)/bin/python:
 	$(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install --quiet --disable-pip-version-check '$(PROTO_TOOLS)'
 
+$(PEER_VENV)/.done: Makefile
+	$(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check $(PEER_TOOLS)
+	@touch $@
+
+peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests talk to
+
+nightly: setup system peer  ## the simulations at length
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
+
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py
 
 proto-check: $(PROTO_VENV)/bin/python  ## the protobuf modules are what the .proto files say
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py --check
 
-$(PEER_VENV)/.done:
-	$(PYTHON) -m venv $(PEER_VENV)
-	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps '$(PEER)'
-	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check $(PEER_NEEDS) 2>/dev/null
-	@touch $@
-
-peer: $(PEER_VENV)/.done  ## ModelExpress in a venv of its own, to exchange deltas with and to measure against
-
 bench: setup peer  ## every benchmark, as JSON
-	@for b in benchmarks/cli.py benchmarks/codec.py benchmarks/example.py; do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
+	@for b in $(filter-out %/bars.py %/snapshots.py %/peer_worker.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
 
 docs: $(BIN)/python  ## build the documentation, strictly
 	$(PIP) --editable '.[docs]'

@@ -4,6 +4,7 @@ One 64 MiB bf16 tensor, Adam steps 100 -> 101. All contenders take turns on the 
 each the fastest turn counts. The peer runs in `.venv-peer` (`make peer`). One thread unless said.
 """
 
+import ctypes
 import json
 import os
 import subprocess
@@ -238,9 +239,8 @@ def measure_memory(copies: int) -> list[Bar]:
         bars.append(
             at_most(f"memory, encode {scheme.value}, {copies * 64} MiB / limit", extra / limit, 1)
         )
+    Applying(old[:1000], new[:1000])()
     applying = Applying(old, new)
-    applying()
-    applying.go_back()
     extra, _ = peak_of(applying.apply)
     gap = len(encoder(Scheme.GAP, old, new, FAST)())
     limit = 2 * gap + 64 * 2**20
@@ -250,6 +250,7 @@ def measure_memory(copies: int) -> list[Bar]:
 
 def peak_of(work: Callable[[], object]) -> tuple[int, int]:
     """Return by how much memory rose over where it was, and the length of the result."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     result = work()

@@ -6,6 +6,7 @@ Rollouts come from the engines of the run, new weights go to them after every op
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,13 +16,15 @@ from datasets import Dataset
 from task import MAX_NEW_TOKENS, build_tokenizer, problems, rewards
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from warm_start import WarmStart, build_model, warm_start
 
-from paceline.refit import Sampling, join_run
+from paceline.refit import Sampling, TrainerConnection, join_run
 from paceline.refit.integrations.transformers import PublishCallback, ReportCallback
 from paceline.refit.integrations.trl import Rollouts
+
+TELL_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Options:
     """What the command line decides; README.md gives the reasons for the defaults."""
 
     seed: int = 0
+    warm_steps: int = 250
     steps: int = 28
     prompts: int = 32
     generations: int = 16
@@ -55,11 +59,20 @@ def score(prompts: list[str], completions: list[str], **_: object) -> list[float
     return rewards(prompts, completions)
 
 
-def warm_model(tokenizer: PreTrainedTokenizerFast, options: Options) -> Qwen3ForCausalLM:
+def warm_model(
+    run: TrainerConnection, tokenizer: PreTrainedTokenizerFast, options: Options
+) -> Qwen3ForCausalLM:
     """Build the model and run the supervised phase."""
     model = build_model(tokenizer, options.seed)
-    shares = warm_start(model, tokenizer, WarmStart(), options.seed + 1)
-    print(f"warm start: {len(shares)} steps, {shares[-1]:.2f} right", flush=True)
+    how = WarmStart(max_steps=options.warm_steps)
+
+    def tell(step: int, share: float) -> None:
+        if step == 1 or step % TELL_EVERY == 0:
+            note = f"{share:.0%} right, until {how.stop_exact:.0%}"
+            fields = {"phase": "warm start", "done": step, "total": how.max_steps, "note": note}
+            run.notify("role.progress", fields)
+
+    warm_start(model, tokenizer, how, options.seed + 1, tell)
     return model
 
 
@@ -108,16 +121,13 @@ def main() -> None:
     # Read when the trainer is built: `rollout_func` is experimental in TRL, and we know.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # noqa: TID251
     tokenizer = build_tokenizer()
-    model = warm_model(tokenizer, options)
     asked = problems(options.steps * options.prompts, options.seed + 2)
     sampling = Sampling(
         max_tokens=MAX_NEW_TOKENS, temperature=options.temperature, seed=options.seed
     )
-    with (
-        join_run() as run,
-        run.publisher(model, wire_dtypes={"*": "BF16"}) as publisher,
-        TemporaryDirectory() as directory,
-    ):
+    with join_run() as run, TemporaryDirectory() as directory, ExitStack() as closing:
+        model = warm_model(run, tokenizer, options)
+        publisher = closing.enter_context(run.publisher(model, wire_dtypes={"*": "BF16"}))
         rollouts = Rollouts(run.rollouts(), sampling=sampling)
         trainer = GRPOTrainer(
             model=model,
@@ -132,6 +142,7 @@ def main() -> None:
             ],
             optimizers=adam(model, options),
         )
+        trainer.remove_callback(PrinterCallback)  # the run shows the steps
         trainer.train()
         publisher.wait_installed(timeout_s=60)
         model.save_pretrained(run.out / "checkpoint-final")

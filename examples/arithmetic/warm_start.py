@@ -4,7 +4,7 @@ Reinforcement learning can only reward what the policy already does now and then
 first imitates. The phase ends early on purpose: what is left to learn is left to the rewards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +37,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: WarmStart, seed: int
-) -> list[float]:
-    """Imitate until the likeliest answer is mostly right; return the share of right ones per step.
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    options: WarmStart,
+    seed: int,
+    tell: Callable[[int, float], None],
+) -> None:
+    """Imitate until the likeliest answer is mostly right; tell step and share after each step.
 
     Stopping by skill and not by count starts the second phase alike whatever the seed.
     """
@@ -47,20 +51,18 @@ def warm_start(
         model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
     )
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=options.ramp_steps)
-    shares: list[float] = []
     running = 0.0
-    for batch in _batches(tokenizer, options, seed):
+    for step, batch in enumerate(_batches(tokenizer, options, seed), start=1):
         loss, exact = _imitate(model, batch, options.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         ramp.step()
-        shares.append(exact)
         running = options.memory * running + (1 - options.memory) * exact
+        tell(step, running)
         if running > options.stop_exact:
             break
-    return shares
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, options: WarmStart, seed: int) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""``paceline versions diff | compose | verify`` on checkpoints and version folders."""
+"""``paceline versions diff | compose | verify-files`` on checkpoints and version folders."""
 
 import json
 from pathlib import Path
@@ -45,9 +45,9 @@ def test_diff_compose_verify(tmp_path: Path) -> None:
     run("diff", v1, v2, "--write", tmp_path / "d2")
     run("diff", v0, v2, "--write", tmp_path / "direct")
     assert "instead of" in run("compose", tmp_path / "d1", tmp_path / "d2", tmp_path / "both")
-    root = run("verify", tmp_path / "both", "--base", v0).split()[-1]
-    assert root == run("verify", tmp_path / "direct", "--base", v0).split()[-1]
-    assert root == run("verify", tmp_path / "both").split()[-1]
+    root = run("verify-files", tmp_path / "both", "--base", v0).split()[-1]
+    assert root == run("verify-files", tmp_path / "direct", "--base", v0).split()[-1]
+    assert root == run("verify-files", tmp_path / "both").split()[-1]
     names = [(tmp_path / f / "objects").iterdir().__next__().name for f in ("both", "direct")]
     assert names[0] == names[1]
 
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run("diff", v0, v1, "--write", tmp_path / "d1")
     run("diff", v1, v2, "--write", tmp_path / "d2")
     with pytest.raises(VerifyError, match="applies to"):
-        run("verify", tmp_path / "d2", "--base", v0)
+        run("verify-files", tmp_path / "d2", "--base", v0)
     with pytest.raises(VerifyError, match="leads to"):
         run("compose", tmp_path / "d2", tmp_path / "d1", tmp_path / "x")
     other = tmp_path / "other.safetensors"
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(VerifyError, match="hash"):
-        run("verify", tmp_path / "d1")
+        run("verify-files", tmp_path / "d1")
     path.unlink()
     with pytest.raises(VerifyError, match="missing"):
-        run("verify", tmp_path / "d1")
+        run("verify-files", tmp_path / "d1")

@@ -134,7 +134,11 @@ def test_two_engines_from_loading_to_the_end(run: Run) -> None:
     assert all(each.fetched_bytes > 0 and each.state == "ready" for each in second)
 
     rollouts = compose.connect_rollouts(
-        run.control, model_name="m", run_id="r", max_staleness=0, credentials=run.credentials
+        run.control,
+        model_name="m",
+        run_id="r",
+        max_staleness=0,
+        data_token=compose.load_credentials(run.credentials).data_token,
     )
     prompts = [[10, 11], [12], [13, 14, 15]] * 4
     sampling = Sampling(max_tokens=8, n=2, seed=1, ignore_eos=True)

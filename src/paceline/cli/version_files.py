@@ -1,4 +1,4 @@
-"""``paceline versions diff | compose | verify``: versions and checkpoints as files."""
+"""``paceline versions diff | compose | verify-files``: versions and checkpoints as files."""
 
 import json
 import re
@@ -59,10 +59,10 @@ def compose(*, first: Path, second: Path, result: Path) -> None:
     click.echo(f"{sum(map(len, both[1].values()))} bytes instead of {sum(sizes)}")
 
 
-@click.command()
+@click.command("verify-files")
 @click.argument("version", type=_EXISTING)
 @click.option("--base", type=_EXISTING, help="The checkpoint that it applies to.")
-def verify(*, version: Path, base: Path | None) -> None:
+def verify_files(*, version: Path, base: Path | None) -> None:
     """Prove a version folder; with its base, that it applies and leads where it says."""
     from paceline.refit import inspection
     from paceline.refit.kernels.registry import process_tools

@@ -36,11 +36,12 @@ from paceline.refit.trainers.protocol import (
 )
 
 if TYPE_CHECKING:
-    from paceline.refit.compose import join_run
+    from paceline.refit.compose import TrainerConnection, join_run
     from paceline.refit.generators.protocol import Sampling
 
 _LATE = {
     "Sampling": "paceline.refit.generators.protocol",
+    "TrainerConnection": "paceline.refit.compose",
     "join_run": "paceline.refit.compose",
 }
 """Names that are imported when they are used, so that the front door stays light."""
@@ -71,6 +72,7 @@ __all__ = [
     "SupportsChain",
     "TensorBuffer",
     "TensorEntry",
+    "TrainerConnection",
     "TrainerEngineAdapter",
     "TrainerStagingMode",
     "UncertainStateError",

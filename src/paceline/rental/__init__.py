@@ -14,6 +14,7 @@ from paceline.rental.backends.registry import (
 from paceline.rental.errors import (
     BackendError,
     CommandTimeoutError,
+    GoneUnrecordedError,
     IllegalMoveError,
     InstanceNotFoundError,
     NoOffersError,
@@ -37,6 +38,7 @@ __all__ = [
     "BackendError",
     "CommandTimeoutError",
     "ExitCode",
+    "GoneUnrecordedError",
     "IllegalMoveError",
     "InstanceHandle",
     "InstanceNotFoundError",

@@ -8,8 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.core.text import printable
 from paceline.refit.model import Event, InstalledReport, WeightPayloadFormat
 
+NOTE_MAX = 80
+"""Characters of a worker's own words that are shown."""
 EDGE_STEPS = 5
 """How many steps at each end the first and last mean rewards are taken over."""
 
@@ -23,6 +26,18 @@ class TrainStep:
     loss: float | None
     staleness: float | None
     step_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleProgress:
+    """How far a role says it is in something that takes long and is no training step."""
+
+    worker_id: str
+    phase: str
+    done: int
+    total: int
+    """The most that ``done`` can reach; 0 while nobody knows."""
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +99,9 @@ class RunView:
     unknown: tuple[Installed, ...]
     """Installs of states that nobody published: they count as mismatches."""
     engines: tuple[str, ...]
-    """Worker ids in the order in which they first installed something."""
+    """Ids of the workers that installed something, sorted."""
+    progress: tuple[RoleProgress, ...]
+    """Every report of long work, in order."""
     refused: int
     """How often an engine refused a version."""
     malformed: int
@@ -137,6 +154,11 @@ class EngineEnd:
     root_digest: str
 
 
+def short_name(worker_id: str, run_id: str) -> str:
+    """Return a worker's id as people read it inside its own run."""
+    return worker_id.removeprefix(f"{run_id}-")
+
+
 def view_of(events: Iterable[Event]) -> RunView:
     """Fold events, in the order of the control service, into what they say."""
     by_name: dict[str, list[Event]] = {}
@@ -153,14 +175,16 @@ def view_of(events: Iterable[Event]) -> RunView:
         for event in by_name.get("version.installed", ())
     ]
     installs = [install for install in read if install is not None]
+    progress = [_progress(e.worker_id, e.fields) for e in by_name.get("role.progress", ())]
     by_step = {step.step: step for step in steps if step is not None}
     return RunView(
         steps=tuple(by_step[step] for step in sorted(by_step)),
         states=_states(versions.values(), installs),
         unknown=_unknown(versions.values(), installs),
-        engines=tuple(dict.fromkeys(install.worker_id for install in installs)),
+        engines=tuple(sorted({install.worker_id for install in installs})),
+        progress=tuple(one for one in progress if one is not None),
         refused=len(by_name.get("version.refused", ())),
-        malformed=sum(one is None for one in (*steps, *told, *read)),
+        malformed=sum(one is None for one in (*steps, *told, *read, *progress)),
     )
 
 
@@ -222,6 +246,19 @@ def _step(fields: Mapping[str, object]) -> TrainStep | None:
     )
 
 
+def _progress(worker_id: str, fields: Mapping[str, object]) -> RoleProgress | None:
+    phase = _text(fields, "phase")
+    if phase is None:
+        return None
+    return RoleProgress(
+        worker_id=worker_id,
+        phase=phase[:NOTE_MAX],
+        done=_whole(fields, "done") or 0,
+        total=_whole(fields, "total") or 0,
+        note=(_text(fields, "note") or "")[:NOTE_MAX],
+    )
+
+
 def _published(fields: Mapping[str, object]) -> Published | None:
     version_id, root = _text(fields, "version_id"), _text(fields, "root_digest")
     sequence = _whole(fields, "sequence")
@@ -274,7 +311,7 @@ def _whole(fields: Mapping[str, object], key: str) -> int | None:
 
 def _text(fields: Mapping[str, object], key: str) -> str | None:
     value = fields.get(key)
-    return value if isinstance(value, str) and value else None
+    return printable(value) if isinstance(value, str) and value else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from paceline.runs.charts import Series, bar_chart, bytes_text, line_chart
-from paceline.runs.queries import EngineEnd, Installed, RunView, WeightState
+from paceline.runs.queries import EngineEnd, Installed, RunView, WeightState, short_name
 
 SCHEMA = "paceline.report.v1"
 SMOOTH_STEPS = 5
@@ -106,8 +106,11 @@ def render_html(view: RunView, facts: RunFacts) -> str:
     sections = [
         _section("Reward", _reward_chart(view)),
         _section("Bytes per version, against full weights", _bytes_chart(view)),
-        _section("Refit time per engine", _refit_chart(view)),
-        _section("Root digest of every version, at the trainer and at each engine", _table(view)),
+        _section("Refit time per engine", _refit_chart(view, facts.run_id)),
+        _section(
+            "Root digest of every version, at the trainer and at each engine",
+            _table(view, facts.run_id),
+        ),
     ]
     title = escape(facts.run_id)
     reason = escape(facts.reason)
@@ -203,10 +206,10 @@ def _bytes_chart(view: RunView) -> str:
     )
 
 
-def _refit_chart(view: RunView) -> str:
+def _refit_chart(view: RunView, run_id: str) -> str:
     lines = [
         Series(
-            name=engine,
+            name=short_name(engine, run_id),
             points=tuple(
                 (float(state.version.sequence), state.installs[engine].refit_ms)
                 for state in view.states
@@ -220,11 +223,14 @@ def _refit_chart(view: RunView) -> str:
     return line_chart(drawn, label="Refit time", x_label="version (sequence)", unit="ms")
 
 
-def _table(view: RunView) -> str:
+def _table(view: RunView, run_id: str) -> str:
     if not view.states:
         return '<p class="empty">No version was published.</p>'
     spans = spans_of(view)
-    head = "".join(f"<th>{escape(engine)}</th>" for engine in view.engines)
+    head = "".join(
+        f'<th title="{escape(engine)}">{escape(short_name(engine, run_id))}</th>'
+        for engine in view.engines
+    )
     rows = "".join(_row(state, view.engines, spans) for state in view.states)
     unknown = "".join(
         f'<p class="different">{escape(i.worker_id)} installed {escape(i.version_id)} '

@@ -1,8 +1,8 @@
 """YAML -> frozen JobSpec; every mistake at once, each with file:line and what would be right.
 
-The text becomes a document that knows its lines (``document.py``), each section is checked by a pydantic model
-of its own, and what holds between sections is checked on the sections that came out right: so one
-mistake never hides another. Everything here is bounded, the file comes from outside.
+The text becomes a document that knows its lines (``document.py``). Each section is checked by a
+pydantic model of its own, and what holds between sections is checked on the sections that came
+out right: so one mistake never hides another.
 """
 
 import difflib
@@ -315,7 +315,8 @@ class _Checker:
                 self._say(
                     ("roles", name, "backend"),
                     f"{paid[0]!r} costs money and the job has no budget; "
-                    "add at the top: budget: {soft_usd: 5, hard_usd: 8}",
+                    "add at the top: budget: {soft_usd: 5, hard_usd: 8}, or to the command: "
+                    "--budget-usd 8",
                 )
             if kinds[name] is RoleKind.TRAINER and (role.restart or "never") != "never":
                 self._say(("roles", name, "restart"), "a trainer is not restarted; say never")

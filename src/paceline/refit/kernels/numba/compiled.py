@@ -104,7 +104,7 @@ def _moved(word, code, order, back):
 
 @njit
 def _locate(gaps, start, stop, following, at):
-    """Write the places that these gap bytes lead to; return how many, and where the next gap starts.
+    """Write the places that these gap bytes lead to; return how many, and where the gaps go on.
 
     Places first, words second: the processor then waits for many words of memory at once. They
     are unsigned, so that numba does not look for negative indices.
@@ -267,9 +267,7 @@ def _check_loop(gaps, codes, spots, escapes, old, order, first):
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
     for start in range(0, len(gaps), _ROW):
-        count, following = _locate(
-            gaps, start, min(start + _ROW, len(gaps)), following, at
-        )
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
         if c + count > len(codes):
             return COUNTS, total
         if following > np.uint64(len(old)):
@@ -289,9 +287,7 @@ def _take_loop(gaps, words, found):
     following = _U0
     c = 0
     for start in range(0, len(gaps), _ROW):
-        count, following = _locate(
-            gaps, start, min(start + _ROW, len(gaps)), following, at
-        )
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
         mine = found[c : c + count]
         for j in range(count):
             mine[j] = words[at[j]]
@@ -306,9 +302,7 @@ def _add_loop(gaps, codes, spots, escapes, words, order, back):
     c = e = 0
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _ROW):
-        count, following = _locate(
-            gaps, start, min(start + _ROW, len(gaps)), following, at
-        )
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]

@@ -1,0 +1,193 @@
+"""A rollout engine of a run: model, receiver and routes in one process."""
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline import system
+from paceline.core.clock import Clock
+from paceline.core.errors import UsageError
+from paceline.core.registry import load_entry
+from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlUnavailableError
+from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
+from paceline.refit.generators.registry import ROLLOUT_ENGINES
+from paceline.refit.transports.registry import OBJECT_READERS
+
+if TYPE_CHECKING:
+    from paceline.refit.receiver.loop import Receiver
+
+RECEIVER_STOP_S = 25.0
+"""Longer than the read of one chunk may take."""
+
+SEED_BYTES = 7
+"""So that a fresh seed fits into 63 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServiceConfig:
+    """What one rollout engine of a run is started with."""
+
+    engine: EngineConfig
+    control: str
+    """Address of the control service, ``host:port``."""
+    model_name: str
+    run_id: str
+    engine_name: str = "transformers"
+    """A name of the registry of rollout engines."""
+    role: str = "rollout"
+    index: int = 0
+    """Which of the role's processes this is; with run, role and a nonce it makes the worker id."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    credentials: Path | None = None
+    """None: where PACELINE_CREDENTIALS points."""
+    max_staleness: int | None = None
+    """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
+    transport: str = "http"
+    allow_plaintext: bool = False
+    control_call_s: float = 5.0
+    """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
+    control_wait_s: float = 30.0
+    """How long the service may take to come up."""
+    grace_s: float = 20.0
+    """How long requests in flight may finish when the engine is stopped."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grace_s < math.inf:
+            raise UsageError("grace must be a finite number of seconds, 0 or more")
+
+
+class EngineService:
+    """A running rollout engine: model, receiver and routes."""
+
+    def __init__(
+        self, *, endpoint: str, worker_id: str, receiver: "Receiver", parts: ExitStack
+    ) -> None:
+        self.endpoint = endpoint
+        self.worker_id = worker_id
+        self._receiver = receiver
+        self._parts = parts
+
+    def health(self) -> EngineHealth:
+        """Return what the engine says of itself."""
+        return self._receiver.health()
+
+    def crash(self) -> str:
+        """Return why the receiver stopped by itself; empty while it works."""
+        return self._receiver.crash
+
+    def stop(self) -> None:
+        """Drain within the grace, then stop everything. Idempotent.
+
+        Raises:
+            DeadlineExceededError: a part did not stop in time; the others did.
+        """
+        self._parts.close()
+
+
+def start_engine(config: EngineServiceConfig) -> EngineService:
+    """Serve a rollout engine that follows its run, in background threads, until ``stop``.
+
+    Returns as soon as the routes answer; until the first version is in they say ``loading``.
+
+    Raises:
+        UsageError, PreflightError: bad options, taken port, no model, no credentials.
+        ControlError: the control service did not answer in time, or refused the token. Like
+            after every other error, nothing is left running.
+    """
+    from paceline.refit.serving.app import ServingParts, build_app
+    from paceline.refit.serving.server import EngineServer
+
+    clock, credentials = system.system_clock(), load_credentials(config.credentials)
+    with ExitStack() as parts:
+        # The port first: it is the cheapest thing that can be wrong.
+        server = EngineServer(host=config.host, port=config.port, clock=clock)
+        parts.callback(server.close, timeout_s=1)
+        control = connect_control(
+            config.control,
+            token=credentials.control_token,
+            timeout_s=config.control_call_s,
+            allow_plaintext=config.allow_plaintext,
+        )
+        parts.callback(control.close)
+        engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
+        engine: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
+        parts.callback(engine.close, timeout_s=10)
+        receiver = _receiver_for(config, control, engine, parts, endpoint=server.endpoint)
+        app = build_app(
+            ServingParts(
+                engine=engine,
+                model_name=config.model_name,
+                token=credentials.data_token,
+                health=receiver.health,
+                figures=receiver.figures,
+                clock=clock,
+                new_id=system.new_nonce,
+            )
+        )
+        _register(receiver, clock=clock, timeout_s=config.control_wait_s)
+        server.start(app, grace_s=config.grace_s)
+        parts.callback(receiver.stop, timeout_s=RECEIVER_STOP_S)
+        receiver.start()
+        parts.callback(server.close, timeout_s=config.grace_s + 5)
+        parts.callback(receiver.drain)
+        return EngineService(
+            endpoint=server.endpoint,
+            worker_id=receiver.worker_id,
+            receiver=receiver,
+            parts=parts.pop_all(),
+        )
+
+
+def _receiver_for(
+    config: EngineServiceConfig,
+    control: ControlPlane,
+    engine: RolloutEngine,
+    parts: ExitStack,
+    *,
+    endpoint: str,
+) -> "Receiver":
+    from paceline.refit.receiver.loop import Receiver, ReceiverConfig
+    from paceline.refit.receiver.standing import StalenessBound
+
+    clock, credentials = system.system_clock(), load_credentials(config.credentials)
+    reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
+    reader = reader_class(token=lambda: credentials.data_token, clock=clock, chance=system.chance)
+    parts.callback(reader.close)
+    name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+    return Receiver(
+        ReceiverConfig(
+            worker_id=name,
+            model_name=config.model_name,
+            run_id=config.run_id,
+            endpoint=endpoint,
+            bound=StalenessBound(versions=config.max_staleness),
+        ),
+        control=control,
+        engine=engine,
+        reader=reader,
+        clock=clock,
+        chance=system.chance,
+    )
+
+
+def _register(receiver: "Receiver", *, clock: Clock, timeout_s: float) -> None:
+    """Register, waiting for a service that is not up yet; a refused token is final."""
+    deadline = clock.monotonic() + timeout_s
+    while True:
+        try:
+            receiver.register()
+        except ControlUnavailableError:
+            if clock.monotonic() >= deadline:
+                raise
+            clock.sleep(0.5)
+        else:
+            return
+
+
+def _new_seed() -> int:
+    return int(system.new_nonce(SEED_BYTES), 16)

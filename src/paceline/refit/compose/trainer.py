@@ -1,0 +1,244 @@
+"""A trainer process's ways into its run: publish weights, get rollouts, tell what happens."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline import system
+from paceline.core.errors import PreflightError, UsageError
+from paceline.core.registry import load_entry
+from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.control import auth
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlError
+from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.refit.transports.registry import OBJECT_SERVERS
+
+if TYPE_CHECKING:
+    from paceline.refit.publisher import Publisher
+    from paceline.refit.rollouts import RolloutClient
+
+log = logging.getLogger(__name__)
+_E = TypeVar("_E", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a role process of a run is told through its environment."""
+
+    run_id: str
+    model_name: str
+    control: str
+    """Address of the control service, ``host:port``."""
+    role: str = "trainer"
+    index: int = 0
+    payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
+    staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    anchor_every: int = 8
+    max_staleness: int = 2
+    host: str = "127.0.0.1"
+    """Where this process listens, and how others reach it."""
+    out: Path = Path("out")
+    """What is written there is pulled when the run ends."""
+
+
+def run_settings(environ: Mapping[str, str]) -> RunSettings:
+    """Read the PACELINE_ variables of a role process.
+
+    Raises:
+        PreflightError: one that is needed is missing.
+        UsageError: one says something that it cannot say.
+    """
+    missing = [name for name in _NEEDED if not environ.get(name)]
+    if missing:
+        raise PreflightError(
+            f"this process is not part of a run: {', '.join(missing)} not set; start it from a job "
+            "file with `paceline up`, or set what docs/guides/refit-alone.md lists"
+        )
+    given = {
+        field: convert(environ[name])
+        for name, (field, convert) in _VARIABLES.items()
+        if environ.get(name)
+    }
+    return RunSettings(**given)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise UsageError(f"{text!r} in a PACELINE_ variable is no whole number") from exc
+
+
+def _payload(text: str) -> WeightPayloadFormat:
+    return _member(WeightPayloadFormat, text)
+
+
+def _staging(text: str) -> TrainerStagingMode:
+    return _member(TrainerStagingMode, text)
+
+
+def _member(enum: type[_E], text: str) -> _E:
+    try:
+        return enum(text)
+    except ValueError as exc:
+        known = ", ".join(str(each.value) for each in enum)
+        raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
+
+
+_NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "PACELINE_RUN_ID": ("run_id", str),
+    "PACELINE_MODEL": ("model_name", str),
+    "PACELINE_CONTROL": ("control", str),
+    "PACELINE_ROLE": ("role", str),
+    "PACELINE_INDEX": ("index", _number),
+    "PACELINE_PAYLOAD": ("payload_format", _payload),
+    "PACELINE_STAGING": ("staging_mode", _staging),
+    "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
+    "PACELINE_MAX_STALENESS": ("max_staleness", _number),
+    "PACELINE_HOST": ("host", str),
+    "PACELINE_OUT": ("out", Path),
+}
+
+
+class TrainerConnection:
+    """A trainer process's ways into its run: publish weights, get rollouts, tell what happens."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        control: ControlPlane,
+        credentials: auth.Credentials,
+        parts: ExitStack,
+    ) -> None:
+        self.settings = settings
+        self.worker_id = f"{settings.run_id}-{settings.role}-{settings.index}-{system.new_nonce()}"
+        self._control = control
+        self._credentials = credentials
+        self._parts = parts
+        self._clock = system.system_clock()
+
+    @property
+    def out(self) -> Path:
+        """Where artifacts go; made on first use."""
+        self.settings.out.mkdir(parents=True, exist_ok=True)
+        return self.settings.out
+
+    def publisher(
+        self, tensors: object, *, wire_dtypes: Mapping[str, str] | None = None
+    ) -> "Publisher":
+        """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
+
+        Args:
+            tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
+            wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
+                behind bf16 engines. Nothing is cast that is not named here.
+
+        Raises:
+            MissingExtraError: torch is not installed.
+            PreflightError: the port cannot be listened on.
+            ValueError: the tensors or the policy do not fit.
+        """
+        from paceline.refit.publisher import Publisher, PublisherOptions
+
+        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
+        trainer.bind_tensors(tensors)
+        server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
+        server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)
+        self._parts.callback(server.close)
+        return Publisher(
+            control=self._control,
+            trainer=trainer,
+            source=server,
+            clock=self._clock,
+            options=PublisherOptions(
+                model_name=self.settings.model_name,
+                run_id=self.settings.run_id,
+                worker_id=self.worker_id,
+                staging_mode=self.settings.staging_mode,
+                payload_format=self.settings.payload_format,
+                anchor_every=self.settings.anchor_every,
+            ),
+            notify=self.notify,
+        )
+
+    def rollouts(self) -> "RolloutClient":
+        """Return a client of the run's rollout engines; closed with the connection."""
+        client = connect_rollouts(
+            self._control,
+            model_name=self.settings.model_name,
+            run_id=self.settings.run_id,
+            max_staleness=self.settings.max_staleness,
+            data_token=self._credentials.data_token,
+        )
+        self._parts.callback(client.close)
+        return client
+
+    def notify(self, name: str, fields: Mapping[str, object]) -> None:
+        """Tell the run of an event, see telemetry/events.py; a lost one is logged, no more."""
+        event = Event(
+            worker_id=self.worker_id,
+            name=name,
+            at_unix_ms=int(self._clock.time() * 1000),
+            fields=dict(fields),
+        )
+        try:
+            self._control.record_event(event)
+        except ControlError as exc:
+            log.warning("event %s was not recorded: %s", name, exc)
+
+
+@contextmanager
+def join_run(settings: RunSettings | None = None) -> Iterator[TrainerConnection]:
+    """Connect this trainer process to its run, as the environment names it.
+
+    Raises:
+        PreflightError: not part of a run, or no credentials.
+        UsageError: a variable or address is malformed.
+    """
+    settings = settings or run_settings(system.environ())
+    credentials = load_credentials()
+    with ExitStack() as parts:
+        control = connect_control(settings.control, token=credentials.control_token)
+        parts.callback(control.close)
+        yield TrainerConnection(settings, control=control, credentials=credentials, parts=parts)
+
+
+def connect_rollouts(
+    control: ControlPlane,
+    *,
+    model_name: str,
+    run_id: str,
+    max_staleness: int,
+    data_token: str,
+) -> "RolloutClient":
+    """Return a client of the run's rollout engines, as the control service knows them.
+
+    Args:
+        control: of the caller, who closes it after the client.
+        model_name: what the engines serve.
+        run_id: whose versions count.
+        max_staleness: how many sequences behind the newest an engine may be.
+        data_token: what the engines want to see.
+    """
+    from paceline.refit.rollouts import RolloutClient, RolloutConfig, fleet_of
+
+    config = RolloutConfig(
+        max_staleness=max_staleness,
+        token=data_token,
+        model_name=model_name,
+    )
+    return RolloutClient(
+        config,
+        fleet=fleet_of(control, model_name=model_name, run_id=run_id),
+        clock=system.system_clock(),
+        chance=system.chance,
+    )
