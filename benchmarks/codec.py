@@ -29,7 +29,7 @@ from paceline.refit.model import TensorBuffer
 from paceline.testing.payloads import delta_payload, tensor_entry
 
 ROOT = Path(__file__).parents[1]
-TURNS = 9
+TURNS = 11
 RATES = (1e-6, 3e-6, 1e-5)
 FAST = Tools(loops=load_loops("numba"))
 PLAIN = Tools(loops=load_loops("numpy"))
