@@ -28,7 +28,7 @@ class SshTarget:
     """Directory on the machine in which commands start and to which relative paths are
     relative; itself relative to the login directory. It must exist."""
     jobs: str = ".paceline/jobs"
-    """Directory on the machine for the records of commands, relative to the login directory."""
+    """Directory on the machine for the records of commands, relative to ``home``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
