@@ -152,7 +152,8 @@ _KILL_S = 10
 # The keeper is a subshell of this very shell: its argument list shows nothing of the job, and
 # without a terminal nobody sends it a hangup. Output goes through pipes, not straight into the
 # files, because `> /dev/stderr` in a script would cut a file off. What a shell starts with & has
-# INT and QUIT ignored; env gives them back where it can.
+# INT and QUIT ignored; env gives them back where it can. Files of one short line are written at
+# once: one that is not empty is complete.
 _JOB = """
 main() {
   echo '@GREETING@'
@@ -182,7 +183,7 @@ start() {
     reset="$(command -v env) --default-signal=INT,QUIT"
   fi
   keep </dev/null >/dev/null 2>&1 &
-  echo "$! $boot" > "$job/keeper.new" && mv "$job/keeper.new" "$job/keeper"
+  echo "$! $boot" > "$job/keeper"
 }
 
 keep() {
@@ -195,7 +196,7 @@ keep() {
   payload >"$out" 2>"$err" &
   leader=$!
   read -r line < "/proc/$leader/stat" && set -- ${line##*) } &&
-    echo "$leader ${20} $boot" > "$job/session.new" && mv "$job/session.new" "$job/session"
+    echo "$leader ${20} $boot" > "$job/session"
   wait "$leader"
   code=$?
   tries=0
@@ -204,7 +205,7 @@ keep() {
     sleep 0.02 || sleep 1
     tries=$((tries + 1))
   done
-  echo "$code" > "$job/exit.new" && mv "$job/exit.new" "$job/exit"
+  echo "$code" > "$job/exit"
 }
 
 payload() {
@@ -216,7 +217,7 @@ follow() {
   out=@OUT@ err=@ERR@ idle=0 ended= out_max= err_max=
   echo S
   while :; do
-    if [ -z "$ended" ] && [ -e "$job/exit" ]; then
+    if [ -z "$ended" ] && [ -s "$job/exit" ]; then
       ended=yes
       if [ -n '@KEEPS@' ]; then
         out_max=$(wc -c < "$job/out") err_max=$(wc -c < "$job/err")
@@ -229,7 +230,7 @@ follow() {
     fi
     if [ -n "$moved" ]; then idle=0; continue; fi
     [ -z "$ended" ] || break
-    is_kept || [ -e "$job/exit" ] || { echo 'F lost'; return; }
+    is_kept || [ -s "$job/exit" ] || { echo 'F lost'; return; }
     nap
   done
   read -r code < "$job/exit"
@@ -238,7 +239,7 @@ follow() {
 }
 
 is_kept() {
-  if [ ! -e "$job/keeper" ]; then [ "$idle" -lt 80 ]; return; fi
+  if [ ! -s "$job/keeper" ]; then [ "$idle" -lt 80 ]; return; fi
   read -r keeper kept < "$job/keeper"
   [ "$kept" = "$boot" ] && kill -0 "$keeper" 2>/dev/null
 }
