@@ -124,6 +124,16 @@ def render_look(*, home: str, path: str) -> str:
     return _fill(_LOOK, texts)
 
 
+def render_make(*, home: str, path: str) -> str:
+    """Return the script that makes the directory ``path`` and those above it."""
+    texts = {
+        "@GREETING@": GREETING,
+        "@HOME@": shlex.quote(home),
+        "@PATH@": shlex.quote(path),
+    }
+    return _fill(_MAKE, texts)
+
+
 def _fill(template: str, texts: Mapping[str, str]) -> str:
     """Put all texts in at once, so that none is looked for inside another."""
     pattern = "|".join(map(re.escape, texts))
@@ -333,6 +343,16 @@ main() {
   if [ -d @PATH@ ]; then echo 'N directory'
   elif [ -e @PATH@ ] || [ -L @PATH@ ]; then echo 'N file'
   else echo 'N nothing'; fi
+}
+
+main
+"""
+
+_MAKE = """
+main() {
+  echo '@GREETING@'
+  cd @HOME@ 2>/dev/null || { echo 'F no-home'; return; }
+  if mkdir -p @PATH@; then echo 'N made'; else echo 'F cannot-record'; fi
 }
 
 main
