@@ -10,7 +10,7 @@ from paceline.core.errors import PreflightError, UsageError
 from paceline.rental.catalogue import parse_target
 
 FILE_NAME = "hosts.toml"
-EXAMPLE = '[[host]] name = "box" address = "192.0.2.7" user = "me" gpu = "rtx4090-2x"'
+EXAMPLE = 'host = [{name = "box", address = "192.0.2.7", user = "me", gpu = "rtx4090-2x"}]'
 
 
 class HostConfig(BaseModel):
