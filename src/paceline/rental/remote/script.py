@@ -286,7 +286,7 @@ forget() {
   rm -rf "$job"
 }
 
-main
+main; exit
 """
 
 # Finds what carries the mark, what is in a recorded session, and what descends from either. The
@@ -345,7 +345,7 @@ main() {
   else echo 'N nothing'; fi
 }
 
-main
+main; exit
 """
 
 _MAKE = """
@@ -355,7 +355,7 @@ main() {
   if mkdir -p @PATH@; then echo 'N made'; else echo 'F cannot-record'; fi
 }
 
-main
+main; exit
 """
 
 _COUNT = """
@@ -365,7 +365,7 @@ work() {
   echo "N $#"
 }
 
-main
+main; exit
 """
 
 _END = """
@@ -385,5 +385,5 @@ work() {
   echo "L $found"
 }
 
-main
+main; exit
 """
