@@ -76,3 +76,9 @@ class NotProvenGoneError(BackendError):
     """A machine was told to go and has not been seen gone; it may still be billing."""
 
     exit_status = ExitStatus.NOT_PROVEN_GONE
+
+
+class GoneUnrecordedError(BackendError):
+    """A machine was seen gone and the record of it could not be written: nothing bills."""
+
+    exit_status = ExitStatus.PREFLIGHT
