@@ -368,12 +368,24 @@ work() {
 main; exit
 """
 
+# Looks twice before it believes that nothing is left, and not while a keeper waits for a command: a
+# process that is just becoming another program shows no environment.
 _END = """
+is_awaited() {
+  for file in @JOBS@/@PATTERN@/keeper; do
+    [ -s "$file" ] && [ ! -s "${file%keeper}exit" ] || continue
+    read -r keeper kept < "$file"
+    [ "$kept" != "$boot" ] || ! kill -0 "$keeper" 2>/dev/null || return 0
+  done
+  return 1
+}
+
 work() {
-  asked=' ' tries=0
+  asked=' ' tries=0 clear=0
   while [ "$tries" -lt @NUM_TRIES@ ]; do
     members
-    [ "$found" != ' ' ] || break
+    if [ "$found" = ' ' ] && ! is_awaited; then clear=$((clear + 1)); else clear=0; fi
+    [ "$clear" -lt 2 ] || break
     for pid in $found; do
       if [ "$tries" -ge @NUM_GRACE@ ]; then kill -9 "$pid" 2>/dev/null; continue; fi
       case "$asked" in *" $pid "*) ;; *) asked="$asked$pid "; kill "$pid" 2>/dev/null;; esac
