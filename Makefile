@@ -15,7 +15,7 @@ PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system constraints clean
+.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system image constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -40,7 +40,7 @@ setup: $(VENV)/.dev  ## make .venv with everything that the checks need
 run: $(VENV)/.demo  ## train the example on this computer: one trainer, two rollout engines
 	$(BIN)/paceline up examples/arithmetic/local.yaml --yes
 
-test: setup system lint types layers proto-check peer unit  ## every check
+test: setup system image lint types layers proto-check peer unit  ## every check
 
 lint: setup  ## style, formatting, spelling
 	$(BIN)/ruff format --check .
@@ -62,6 +62,9 @@ coverage: setup  ## how much of the deciding code the tests reach; 98 % is the f
 
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages
+
+image: setup system  ## begin to make the image of the container tests, beside what follows
+	@$(BIN)/python -m paceline.testing.engine >/dev/null 2>&1 &
 
 $(PROTO_VENV)/bin/python:
 	$(PYTHON) -m venv $(PROTO_VENV)

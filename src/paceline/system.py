@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,3 +54,17 @@ def state_dir() -> Path:
     """Return the operator's state directory: PACELINE_STATE_DIR or the platform's own place."""
     given = environ().get("PACELINE_STATE_DIR")
     return Path(given) if given else Path(platformdirs.user_state_path("paceline"))
+
+
+def config_dir() -> Path:
+    """Return where the operator writes settings: PACELINE_CONFIG_DIR or the platform's place."""
+    given = environ().get("PACELINE_CONFIG_DIR")
+    return Path(given) if given else Path(platformdirs.user_config_path("paceline"))
+
+
+def socket_dir() -> Path:
+    """Return a directory for sockets, whose paths must be short; it may not be there yet."""
+    given = environ().get("XDG_RUNTIME_DIR")
+    if given and Path(given).is_dir():
+        return Path(given) / "paceline"
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"

@@ -36,6 +36,22 @@ class SshUnreachableError(BackendError):
     exit_status = ExitStatus.NOT_READY
 
 
+class SshDeniedError(SshUnreachableError):
+    """The machine answers and does not take our key: keys arrive late, or it is the wrong one."""
+
+
+class SshKeyError(BackendError):
+    """Our own private key is missing or cannot be used; waiting does not help."""
+
+    exit_status = ExitStatus.PREFLIGHT
+
+
+class HostKeyChangedError(BackendError):
+    """Another machine answers at this address than before; waiting does not help."""
+
+    exit_status = ExitStatus.NOT_READY
+
+
 class RemoteCommandError(BackendError):
     """A command or copy on a machine could not be carried out."""
 
@@ -44,6 +60,10 @@ class RemoteCommandError(BackendError):
 
 class CommandTimeoutError(RemoteCommandError):
     """A command ran past its ``timeout_s``; its whole process group was ended."""
+
+
+class ConnectionLostError(RemoteCommandError):
+    """The machine stopped answering while a command ran, which may be running there still."""
 
 
 class IllegalMoveError(BackendError):

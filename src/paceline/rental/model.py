@@ -47,7 +47,7 @@ class Offer:
     num_gpus: int
     gpu_total_ram_gb: int
     dph: float
-    """US dollars per hour for the whole machine."""
+    """US dollars per hour for the whole machine, with the disk that was asked for."""
     reliability: float
     inet_down_mbps: float
     disk_space_gb: float
@@ -89,3 +89,33 @@ class ExitCode:
     code: int
     """The command's own status; a command ended by signal n reports 128 + n."""
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CredentialReport:
+    """Whether a backend lets us in. Never holds the credential itself."""
+
+    found_in: str | None
+    """Where it was found, such as ``VAST_API_KEY`` or ``~/.config/vastai/vast_api_key``."""
+    is_valid: bool
+    balance_usd: float | None = None
+    """Credit left, where the provider tells."""
+    account: str = ""
+    """Who we are there, where the provider tells."""
+    advice: str = ""
+    """What to do next; empty when all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfDestroyRecipe:
+    """How a machine ends itself, with nobody else awake."""
+
+    command: str
+    """For ``sh`` on the machine; exits 0 when the provider has accepted the end."""
+    env: Mapping[str, str]
+    """What the command needs beside the machine's own environment; may hold a secret."""
+    guarantee: str
+    """In one sentence, what still bills when the command has worked, and what it depends on."""
+
+    def __repr__(self) -> str:
+        return f"SelfDestroyRecipe(command={self.command!r}, env={sorted(self.env)!r})"

@@ -5,11 +5,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from paceline import system
 from paceline.core.clock import Clock
+from paceline.rental.remote.container import container_remote
 from paceline.rental.remote.local import LocalRemote, usable_rsync
-from paceline.rental.remote.protocol import ProcessRemote
+from paceline.rental.remote.protocol import (
+    ContainerTarget,
+    NetworkRemote,
+    ProcessRemote,
+    SshTarget,
+)
+from paceline.rental.remote.shell import ShellParts
+from paceline.rental.remote.ssh import ssh_remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,21 @@ class Parts:
     """What relative paths of the environment are relative to."""
     process_remote: Callable[[Path, str, Mapping[str, str]], ProcessRemote]
     """Directory, machine id, environment -> shell and files of a machine made of processes."""
+    config_dir: Path
+    """Where the operator writes settings."""
+    ssh_remote: Callable[[SshTarget, str], NetworkRemote]
+    """Target, machine id -> shell and files of a machine behind an sshd."""
+    container_remote: Callable[[ContainerTarget, str], NetworkRemote]
+    """Target, machine id -> shell and files of a container."""
+
+    @property
+    def identity(self) -> Path:
+        """The operator's private key for machines that are rented by ``ssh_pubkey_path``."""
+        return self.state_dir / "ssh" / "id_ed25519"
+
+    def known_hosts(self, backend: str, instance_id: str) -> Path:
+        """Return where the host key of one machine is kept; remove it with the machine."""
+        return self.state_dir / "ssh" / "known_hosts" / f"{backend}-{quote(instance_id, safe='')}"
 
 
 def default_parts() -> Parts:
@@ -39,7 +63,22 @@ def default_parts() -> Parts:
             root, machine_id=machine_id, clock=clock, environ=environ, rsync=usable_rsync()
         )
 
+    def ssh(target: SshTarget, machine_id: str) -> NetworkRemote:
+        return ssh_remote(
+            target,
+            machine_id=machine_id,
+            parts=ShellParts(clock=clock, rsync=usable_rsync()),
+            control_dir=system.socket_dir(),
+        )
+
+    def container(target: ContainerTarget, machine_id: str) -> NetworkRemote:
+        parts = ShellParts(clock=clock, rsync=usable_rsync())
+        return container_remote(target, machine_id=machine_id, parts=parts)
+
     return Parts(
+        config_dir=system.config_dir(),
+        ssh_remote=ssh,
+        container_remote=container,
         clock=clock,
         environ=system.environ(),
         state_dir=system.state_dir(),

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from paceline.rental.model import (
+    CredentialReport,
     ExitCode,
     InstanceHandle,
     InstanceStatus,
     Offer,
     OfferConstraints,
+    SelfDestroyRecipe,
 )
 
 
@@ -132,3 +134,124 @@ class SupportsListingLag(Protocol):
 
     listing_lag_s: float
     """After so many seconds from a create call, what is not listed was not created."""
+
+
+@runtime_checkable
+class SupportsStop(Protocol):
+    """A backend whose machines can be halted and started again with their disk."""
+
+    def stop(self, h: InstanceHandle) -> None:
+        """Halt the machine; ``status`` says ``stopped`` afterwards and its disk bills on.
+
+        Idempotent. Ending a machine is ``teardown``; a stopped one is not gone.
+
+        Raises:
+            InstanceNotFoundError: it does not exist.
+        """
+        ...
+
+    def start(self, h: InstanceHandle) -> None:
+        """Start a stopped machine; returns before it runs. Idempotent.
+
+        Its address may have changed, and the provider may have given its GPUs away.
+
+        Raises:
+            NoOffersError: no capacity where its disk is; it stays stopped.
+            InstanceNotFoundError: it does not exist.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSpot(Protocol):
+    """A backend that also rents machines which it may take back at any moment."""
+
+    def search_spot_offers(self, c: OfferConstraints) -> list[Offer]:
+        """Return what is to be had as spot, as ``search_offers`` does; ``dph`` is today's price."""
+        ...
+
+    def provision_spot(
+        self,
+        offer_id: str,
+        *,
+        disk_gb: int,
+        image: str,
+        ssh_pubkey_path: Path,
+        label: str,
+        max_dph: float,
+    ) -> InstanceHandle:
+        """Create a spot machine, as ``provision`` does.
+
+        ``max_dph`` is the most that it may cost, and the bid where the provider takes bids.
+        One that was taken back reads ``stopped`` or ``destroyed``, whichever it is.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsBalance(Protocol):
+    """A backend that knows how much credit the account has left."""
+
+    def balance_usd(self) -> float:
+        """Return US dollars; negative is a debt. Reads only."""
+        ...
+
+
+@runtime_checkable
+class SupportsActualCost(Protocol):
+    """A backend that says what a machine has really cost."""
+
+    def actual_cost_usd(self, h: InstanceHandle) -> float | None:
+        """Return what has been billed for the machine so far, also after its end.
+
+        None while the provider's books have no entry yet; they may be a day late.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsRelabel(Protocol):
+    """A backend where a machine's label can be changed."""
+
+    def relabel(self, h: InstanceHandle, label: str) -> InstanceHandle:
+        """Change the label and return the handle that the machine has from now on.
+
+        Raises:
+            InstanceNotFoundError: it does not exist.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSelfDestroy(Protocol):
+    """A backend whose machines can end themselves when nobody is left to do it."""
+
+    def self_destroy_recipe(self, h: InstanceHandle) -> SelfDestroyRecipe:
+        """Return what to run on the machine to end it and its bill. Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class SupportsLogs(Protocol):
+    """A backend that keeps what a machine printed while it started."""
+
+    def logs(self, h: InstanceHandle, *, num_lines: int = 200) -> str:
+        """Return the last lines of the machine's own log, which may be empty.
+
+        Raises:
+            InstanceNotFoundError: it does not exist, or its log went with it.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsCredentials(Protocol):
+    """A backend that needs something to be let in, and can say whether that works."""
+
+    def check(self) -> CredentialReport:
+        """Look where credentials are found and try them with the cheapest read there is.
+
+        Never raises for missing or refused credentials: the report says so, and what to do.
+        Raises BackendError only where the answer cannot be known, such as without a network.
+        """
+        ...

@@ -15,6 +15,8 @@ BACKEND_REGISTRY: dict[str, type] = {}
 
 BUILT_IN: dict[str, LazyEntry] = {
     "local": LazyEntry("paceline.rental.backends.local.adapter", "LocalBackend"),
+    "local-docker": LazyEntry("paceline.rental.backends.docker.adapter", "DockerBackend"),
+    "ssh": LazyEntry("paceline.rental.backends.ssh.adapter", "SshBackend"),
 }
 
 

@@ -1,10 +1,58 @@
 """A shell and files on one machine, however it is reached."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from paceline.rental.model import ExitCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshTarget:
+    """Where a machine's sshd is, and what is needed to be let in."""
+
+    name: str
+    """What errors call the machine, such as ``vast machine 1234``."""
+    host: str
+    port: int
+    user: str
+    known_hosts: Path
+    """A file for this machine alone, made on first contact: addresses are used again by other
+    machines. Remove it when the machine is gone."""
+    identity: Path | None = None
+    """Our private key; None leaves the choice to ssh: its agent and its own key files."""
+    proxy_jump: str | None = None
+    """``user@host:port`` to go through, as ``ssh -J`` takes it."""
+    home: str = "."
+    """Directory on the machine in which commands start and to which relative paths are
+    relative; itself relative to the login directory. It must exist."""
+    jobs: str = ".paceline/jobs"
+    """Directory on the machine for the records of commands, relative to ``home``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerTarget:
+    """A container, and which engine it lives in."""
+
+    name: str
+    """What errors call the machine."""
+    container: str
+    """Its id or name."""
+    docker: tuple[str, ...] = ("docker",)
+    """The engine's command line, with what chooses the engine."""
+    home: str = "."
+    jobs: str = ".paceline/jobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a copy is."""
+
+    num_bytes: int
+    """Bytes of the files copied so far."""
+    share: float
+    """Part of what is known to be copied, 0 to 1."""
 
 
 class Remote(Protocol):
@@ -56,4 +104,38 @@ class ProcessRemote(Remote, Protocol):
 
         Raises RemoteCommandError, naming them, if some cannot be ended.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A short command's answer."""
+
+    code: int
+    output: str
+    """Standard output, decoded; what is no UTF-8 is replaced."""
+    errors: str
+
+
+class NetworkRemote(ProcessRemote, Protocol):
+    """A remote behind a connection that can break, to a machine that may not be up yet."""
+
+    def probe(self, *, timeout_s: float = 15.0) -> None:
+        """Return once the machine's shell answers; one try.
+
+        Raises:
+            SshUnreachableError: not now; SshDeniedError when it does not take our key yet.
+            HostKeyChangedError, SshKeyError: waiting does not help.
+        """
+        ...
+
+    def capture(self, command: str, *, timeout_s: float = 60.0) -> Captured:
+        """Run a short command and return what it printed, as ``run`` does otherwise.
+
+        Raises RemoteCommandError for more output than a few megabytes.
+        """
+        ...
+
+    def disconnect(self) -> None:
+        """Close the shared connection; the next call opens another. Never raises."""
         ...

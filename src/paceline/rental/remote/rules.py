@@ -32,6 +32,19 @@ _NEVER = r"(?!)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Which files of a tree are meant, and what happens to the others on the far side."""
+
+    includes: tuple[str, ...]
+    excludes: tuple[str, ...]
+    delete: bool = False
+
+    def rules(self) -> tuple["Rule", ...]:
+        """Return the patterns, compiled."""
+        return compile_rules(includes=self.includes, excludes=self.excludes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One pattern, compiled."""
 
