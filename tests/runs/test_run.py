@@ -228,7 +228,7 @@ class World:
                 rental=self.cloud,
                 backend=lambda name: backend,
                 env_of=lambda slot, name: {},
-                credentials_of=lambda role: {},
+                secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
             )

@@ -10,7 +10,6 @@ start, so that any backend can hold it:
 Tokens travel inside a file that is copied, never in a command line or an environment variable.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -93,9 +92,10 @@ class Kit:
     role: RoleSpec
     env: Mapping[str, str]
     """For the setup command."""
-    credentials: Mapping[str, str] = field(repr=False)
+    secrets: Mapping[str, str] = field(repr=False)
+    """Name -> text of the files that only the role may read."""
     scratch: Path
-    """A directory of this run alone, where credentials lie until they are copied."""
+    """A directory of this run alone, where secrets lie until they are copied."""
 
 
 def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, kit: Kit) -> None:
@@ -114,7 +114,7 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
         try:
             folder = TemporaryDirectory(prefix=KIT_PREFIX, dir=kit.scratch)
             here = Path(made.enter_context(folder))
-            write_kit(here, guest=guest, role=role, credentials=kit.credentials)
+            write_kit(here, guest=guest, role=role, secrets=kit.secrets)
         except OSError as exc:
             raise PreflightError(
                 f"cannot write below {kit.scratch}: {exc.strerror}; free the disk or point "
@@ -127,8 +127,8 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
         _must(backend, handle, setup, kit.env, role.setup_timeout_s)
 
 
-def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, credentials: Mapping[str, str]) -> None:
-    """Write what is copied to the machine below ``kit``; credentials are readable by us alone."""
+def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, secrets: Mapping[str, str]) -> None:
+    """Write what is copied to the machine below ``kit``; secrets are readable by us alone."""
     scripts = {
         "prepare.sh": _PREPARE,
         "start.sh": _START.replace("@SLOT@", str(guest.slot)),
@@ -141,7 +141,8 @@ def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, credentials: Mapping[s
     for name, text in scripts.items():
         (kit / "kit" / name).write_text(text, encoding="utf-8")
     (kit / "secrets").mkdir(mode=0o700)
-    write_secret(kit / "secrets" / "credentials.json", json.dumps(dict(credentials)))
+    for name, text in secrets.items():
+        write_secret(kit / "secrets" / name, text)
 
 
 def write_secret(path: Path, text: str) -> None:
@@ -171,7 +172,7 @@ base=$(cd "$(dirname "$0")/.." && pwd) || exit 126
 
 _PREPARE = (
     _BASE
-    + """chmod 700 "$base/secrets" && chmod 600 "$base/secrets/credentials.json" &&
+    + """chmod -R u=rwX,go= "$base/secrets" &&
 mkdir -p "$base/work" "$base/logs" "$base/out" "$base/state"
 """
 )
@@ -191,6 +192,10 @@ _START = (
     + """PACELINE_CREDENTIALS="$base/secrets/credentials.json"
 PACELINE_OUT="$base/out"
 export PACELINE_CREDENTIALS PACELINE_OUT
+if [ -f "$base/secrets/control-ca.crt" ]; then
+    PACELINE_CONTROL_CA="$base/secrets/control-ca.crt"
+    export PACELINE_CONTROL_CA
+fi
 cd "$base/work" || exit 126
 log="$base/logs/@SLOT@.log"
 pid="$base/state/@SLOT@.pid"

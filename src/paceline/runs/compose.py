@@ -1,5 +1,6 @@
 """The composition root of a run: picks store, clock, control service and backends, by name."""
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -187,9 +188,25 @@ def _recorded(services: Services, ended: RunRecord, result: RunResult) -> RunRes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Control:
+    """The run's control service; all is empty for a job without refit."""
+
     address: str | None
     plane: ControlPlane | None
     tokens: Mapping[str, str]
+    authority: str = ""
+    """PEM of the certificate that the service's clients trust."""
+
+    def secrets_of(self, role: RoleSpec) -> Mapping[str, str]:
+        """Return what a role of this kind may know, as files."""
+        if not self.tokens:
+            return {}
+        name = TOKEN_ROLES[role.kind]
+        credentials = {
+            "role": name,
+            "control_token": self.tokens[name],
+            "data_token": self.tokens["data"],
+        }
+        return {"credentials.json": json.dumps(credentials), "control-ca.crt": self.authority}
 
 
 @contextmanager
@@ -205,17 +222,33 @@ def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
         undo.callback(token_file.unlink, missing_ok=True)
         tokens = refit_compose.create_token_file(token_file)
         data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
+        # Also on loopback: where machines are elsewhere nothing is different.
+        host = job.refit.listen.rpartition(":")[0].strip("[]")
+        tls, trusted = refit_compose.create_certificate_files(
+            run_dir, name=f"run {run_dir.name}", hosts=sorted({host, "127.0.0.1", "localhost"})
+        )
+        for used in (tls.key, tls.certificate, trusted):
+            undo.callback(used.unlink, missing_ok=True)
         service = refit_compose.start_control_server(
             token_file=token_file,
             store=f"sqlite:{run_dir / 'control.sqlite'}",
             listen=job.refit.listen,
+            tls=tls,
         )
         undo.callback(service.stop)
         plane = refit_compose.connect_control(
-            service.address, token_file=token_file, timeout_s=CONTROL_TIMEOUT_S
+            service.address,
+            token_file=token_file,
+            timeout_s=CONTROL_TIMEOUT_S,
+            trusted_file=trusted,
         )
         undo.callback(plane.close)
-        yield _Control(address=service.address, plane=plane, tokens={**tokens, "data": data_token})
+        yield _Control(
+            address=service.address,
+            plane=plane,
+            tokens={**tokens, "data": data_token},
+            authority=trusted.read_text(encoding="ascii"),
+        )
 
 
 def _drive(
@@ -226,16 +259,6 @@ def _drive(
 
     def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
         return role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
-
-    def credentials_of(role: RoleSpec) -> Mapping[str, str]:
-        if not control.tokens:
-            return {}
-        name = TOKEN_ROLES[role.kind]
-        return {
-            "role": name,
-            "control_token": control.tokens[name],
-            "data_token": control.tokens["data"],
-        }
 
     def redact(text: str) -> str:
         for token in control.tokens.values():
@@ -251,7 +274,7 @@ def _drive(
             rental=rental,
             backend=services.backend,
             env_of=env_of,
-            credentials_of=credentials_of,
+            secrets_of=control.secrets_of,
             ssh_pubkey_path=services.ssh_pubkey_path,
             scratch=services.run_dir(run_id),
             stream=order.stream,

@@ -104,7 +104,7 @@ class FleetParts:
     backend: Callable[[str], BackendAdapter]
     env_of: Callable[[Slot, str], Mapping[str, str]]
     """(slot, backend name) -> what the role is started with."""
-    credentials_of: Callable[[RoleSpec], Mapping[str, str]]
+    secrets_of: Callable[[RoleSpec], Mapping[str, str]]
     ssh_pubkey_path: Path
     scratch: Path
     """A directory of this run alone, for what is about to be copied to a machine."""
@@ -231,7 +231,7 @@ class Fleet:
         kit = Kit(
             role=role,
             env=self._parts.env_of(slot, handle.backend),
-            credentials=self._parts.credentials_of(role),
+            secrets=self._parts.secrets_of(role),
             scratch=self._parts.scratch,
         )
         bootstrap(backend, handle, guest=self._guest(slot), kit=kit)

@@ -118,9 +118,14 @@ def close_ended(keeping: Keeping) -> None:
             _remove_secrets(run_dir)
 
 
+CONTROL_FILES = ("tokens.json", "control.key", "control.crt", "control-ca.crt")
+"""What a run's control service starts from; worth nothing once it has ended."""
+
+
 def _remove_secrets(run_dir: Path) -> None:
     """Remove a killed driver's tokens, also those that were on their way to machines."""
-    (run_dir / "tokens.json").unlink(missing_ok=True)
+    for name in CONTROL_FILES:
+        (run_dir / name).unlink(missing_ok=True)
     for kit in run_dir.glob(f"{KIT_PREFIX}*"):
         shutil.rmtree(kit)
 
