@@ -150,13 +150,18 @@ class Orchestrator:
         """
         plan = self.plan(request)
         failures: list[PastFailure] = []
+        refusing: set[str] = set()
         for offer in plan.attempts:
+            if offer.backend in refusing:
+                continue
             try:
                 machine = self._create(request, offer)
             except (ProvisionError, NoOffersError) as exc:
                 failures.append(
                     PastFailure(backend=offer.backend, offer_id=offer.id, reason=str(exc))
                 )
+                if isinstance(exc, ProvisionError) and exc.is_backend_wide:
+                    refusing.add(offer.backend)
             else:
                 return self._boot(machine, request)
         tried = "; ".join(f"{past.backend} {past.offer_id}: {past.reason}" for past in failures)

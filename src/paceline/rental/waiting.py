@@ -3,9 +3,28 @@
 from collections.abc import Callable
 
 from paceline.core.clock import Clock
+from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
-from paceline.rental.errors import InstanceNotFoundError
+from paceline.rental.errors import (
+    AuthError,
+    BackendError,
+    BootFailedError,
+    InstanceNotFoundError,
+    NotProvenGoneError,
+    SshUnreachableError,
+)
 from paceline.rental.model import InstanceState, InstanceStatus
+
+_POLL_S = 5.0
+"""How often a provider is asked; RunPod allows a request a second for a whole account."""
+
+
+def _nothing() -> None:
+    """Ask nothing."""
+
+
+def _no_failure(status: InstanceStatus) -> str | None:
+    return None
 
 
 def wait_running(
@@ -14,27 +33,87 @@ def wait_running(
     clock: Clock,
     timeout_s: float,
     what: str = "the machine",
-    interval_s: float = 5.0,
+    probe: Callable[[], None] = _nothing,
+    failure: Callable[[InstanceStatus], str | None] = _no_failure,
 ) -> None:
-    """Ask ``status`` until it says running.
+    """Ask ``status`` until it says running, and then ``probe`` until the machine answers it.
+
+    ``failure`` reads in a status why it will never run, where the provider lets that show.
 
     Raises:
         DeadlineExceededError: it did not within ``timeout_s``.
         InstanceNotFoundError: it says destroyed.
+        BootFailedError: it says that it never will.
     """
+    said = ""
 
     def is_running() -> bool:
-        state = InstanceState.parse(status().state)
+        nonlocal said
+        now = status()
+        state = InstanceState.parse(now.state)
         if state is InstanceState.DESTROYED:
             raise InstanceNotFoundError(
                 f"{what} went away while it was expected to start; rent another"
             )
-        return state is InstanceState.RUNNING
+        why = failure(now)
+        if why is not None:
+            raise BootFailedError(f"{what} will not start: {why}; destroy it and rent another")
+        if state is not InstanceState.RUNNING:
+            said = f"last state {state}"
+            return False
+        try:
+            probe()
+        except SshUnreachableError as exc:
+            said = str(exc)
+            return False
+        return True
 
-    wait_until(
-        is_running,
-        what=f"{what} becoming usable",
-        clock=clock,
-        timeout_s=timeout_s,
-        interval_s=interval_s,
-    )
+    try:
+        wait_until(
+            is_running,
+            what=f"{what} becoming usable",
+            clock=clock,
+            timeout_s=timeout_s,
+            interval_s=_POLL_S,
+        )
+    except DeadlineExceededError as exc:
+        raise DeadlineExceededError(f"{exc}; {said}") from exc
+
+
+def wait_gone(
+    status: Callable[[], InstanceStatus],
+    *,
+    clock: Clock,
+    timeout_s: float,
+    what: str,
+    destroy: Callable[[], None] = _nothing,
+) -> None:
+    """Call ``destroy`` and ask ``status``, again and again, until it says destroyed.
+
+    Raises:
+        NotProvenGoneError: it did not within ``timeout_s``; the machine may bill.
+    """
+    said = "no answer"
+
+    def is_gone() -> bool:
+        nonlocal said
+        try:
+            destroy()
+            state = InstanceState.parse(status().state)
+        except InstanceNotFoundError:
+            return True
+        except AuthError:
+            raise
+        except BackendError as exc:
+            said = str(exc)
+            return False
+        said = f"state {state}"
+        return state is InstanceState.DESTROYED
+
+    try:
+        wait_until(is_gone, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
+    except DeadlineExceededError as exc:
+        raise NotProvenGoneError(
+            f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
+            f"{said}; tear down again, or look at the provider's console"
+        ) from exc

@@ -14,7 +14,11 @@ BACKEND_REGISTRY: dict[str, type] = {}
 """Every class registered so far in this process; ``load_backend`` fills it as names are used."""
 
 BUILT_IN: dict[str, LazyEntry] = {
+    "lambda": LazyEntry("paceline.rental.backends.lambda_.adapter", "LambdaBackend"),
     "local": LazyEntry("paceline.rental.backends.local.adapter", "LocalBackend"),
+    "nebius": LazyEntry("paceline.rental.backends.nebius.adapter", "NebiusBackend", "nebius"),
+    "runpod": LazyEntry("paceline.rental.backends.runpod.adapter", "RunpodBackend"),
+    "vast": LazyEntry("paceline.rental.backends.vast.adapter", "VastBackend"),
 }
 
 
