@@ -83,37 +83,63 @@ def wait_running(
 def wait_gone(
     status: Callable[[], InstanceStatus],
     *,
+    destroy: Callable[[], None],
     clock: Clock,
     timeout_s: float,
     what: str,
-    destroy: Callable[[], None] = _nothing,
-) -> None:
-    """Call ``destroy`` and ask ``status``, again and again, until it says destroyed.
+) -> bool:
+    """Destroy and ask, again and again, until ``status`` says destroyed.
+
+    Return whether there was anything to destroy. ``destroy`` may raise AbsentError, which alone
+    proves nothing: some providers do not know their newest machines.
 
     Raises:
-        NotProvenGoneError: it did not within ``timeout_s``; the machine may bill.
+        NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
+        AuthError: the key was refused.
     """
     said = "no answer"
+    num_orders = 0
 
     def is_gone() -> bool:
         nonlocal said
         try:
-            destroy()
-            state = InstanceState.parse(status().state)
-        except InstanceNotFoundError:
-            return True
-        except AuthError:
-            raise
+            state = _state_of(status)
         except BackendError as exc:
-            said = str(exc)
+            said = _unless_auth(exc)
             return False
         said = f"state {state}"
         return state is InstanceState.DESTROYED
 
+    def is_gone_or_told() -> bool:
+        nonlocal said, num_orders
+        if is_gone():
+            return True
+        num_orders += 1
+        try:
+            destroy()
+        except BackendError as exc:
+            said = _unless_auth(exc)
+        return is_gone()
+
     try:
-        wait_until(is_gone, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
+        wait_until(is_gone_or_told, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
     except DeadlineExceededError as exc:
         raise NotProvenGoneError(
             f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
             f"{said}; tear down again, or look at the provider's console"
         ) from exc
+    return num_orders > 0
+
+
+def _state_of(status: Callable[[], InstanceStatus]) -> InstanceState:
+    try:
+        return InstanceState.parse(status().state)
+    except InstanceNotFoundError:
+        return InstanceState.DESTROYED
+
+
+def _unless_auth(failure: BackendError) -> str:
+    """Return what it says; a refused key is raised on, since waiting does not mend it."""
+    if isinstance(failure, AuthError):
+        raise failure
+    return str(failure)

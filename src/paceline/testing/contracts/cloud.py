@@ -307,10 +307,11 @@ class CloudContract(ABC):
         """A destroy that was answered and not done is NotProvenGoneError, and can be repeated."""
         h = self.provision()
         self.clock.advance(120)
-        self.fake.faults.arm("ignored-destroy")
+        self.fake.faults.set_chance("ignored-destroy", 1.0)
         with pytest.raises(NotProvenGoneError, match=h.instance_id):
             self.adapter.teardown(h)
         assert self.labels_billing() == [h.label]
+        self.fake.faults.calm()
         self.adapter.teardown(h)
         assert self.labels_billing() == []
 

@@ -181,6 +181,7 @@ class FakeCloud(ABC):
         boot_s: float = 30.0,
     ) -> None:
         self.clock = clock
+        self._born_s = clock.time() - clock.monotonic()
         self.key = key
         """Change it and the old one is refused from then on."""
         self.boot_s = boot_s
@@ -229,6 +230,10 @@ class FakeCloud(ABC):
         """Return a call's lane and the seconds that must lie between two calls in it."""
         return None
 
+    def now_s(self) -> float:
+        """Return the provider's own Unix time, which does not jump when ours does."""
+        return self._born_s + self.clock.monotonic()
+
     def billing(self) -> list[Rental]:
         """Return the machines that cost money now."""
         with self._lock:
@@ -237,7 +242,7 @@ class FakeCloud(ABC):
 
     def bill_usd(self) -> float:
         """Return what all machines have cost so far."""
-        now_s = self.clock.time()
+        now_s = self.now_s()
         with self._lock:
             return sum(
                 rental.dph * ((rental.ended_at or now_s) - rental.created_at) / 3600
@@ -302,7 +307,7 @@ class FakeCloud(ABC):
 
     def open_rental(self, instance_id: str, *, label: str, dph: float) -> Rental:
         """Begin a bill, with what the faults of a new machine have in store for it."""
-        now_s = self.clock.time()
+        now_s = self.now_s()
         is_late = self.faults.strikes("late-listing")
         rental = Rental(
             instance_id=instance_id,
@@ -319,13 +324,13 @@ class FakeCloud(ABC):
     def close_rental(self, rental: Rental) -> None:
         """End a bill for good."""
         if rental.ended_at is None:
-            rental.ended_at = self.clock.time()
+            rental.ended_at = self.now_s()
         if self.machines is not None:
             self.machines.remove(rental.instance_id)
 
     def age_s(self, rental: Rental) -> float:
         """Return how long ago it was last told to run."""
-        return self.clock.time() - rental.started_at
+        return self.now_s() - rental.started_at
 
     def is_up(self, rental: Rental) -> bool:
         """Return whether it has booted and not been stopped since."""
@@ -348,7 +353,7 @@ class FakeCloud(ABC):
         """Start a stopped machine."""
         if rental.is_stopped:
             rental.is_stopped = False
-            rental.started_at = self.clock.time()
+            rental.started_at = self.now_s()
 
 
 class FakeTransport(httpx.BaseTransport):

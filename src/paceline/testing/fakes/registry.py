@@ -14,10 +14,19 @@ def _vast() -> type[FakeCloud]:
     return FakeVast
 
 
-FAKES: Mapping[str, Callable[[], type[Any]]] = {"vast": _vast}
+def _runpod() -> type[FakeCloud]:
+    from paceline.testing.fakes.runpod import FakeRunpod
+
+    return FakeRunpod
+
+
+FAKES: Mapping[str, Callable[[], type[Any]]] = {"runpod": _runpod, "vast": _vast}
 """Name -> what imports the class: one of them needs an SDK that may be missing."""
 
-_VARIABLES = {"vast": ("VAST_URL", "VAST_API_KEY")}
+_VARIABLES = {
+    "runpod": ("RUNPOD_API_BASE_URL", "RUNPOD_API_KEY"),
+    "vast": ("VAST_URL", "VAST_API_KEY"),
+}
 
 
 @contextmanager

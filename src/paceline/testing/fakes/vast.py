@@ -113,7 +113,7 @@ class FakeVast(FakeCloud):
             "min_bid": round(dph * 0.5, 4),
             "storage_cost": 0.15,
             "duration": 30 * _DAY_S,
-            "end_date": self.clock.time() + 30 * _DAY_S,
+            "end_date": self.now_s() + 30 * _DAY_S,
             "compute_cap": compute_cap,
             "cuda_max_good": 12.8,
             "driver_version": "570.86.15",
@@ -172,9 +172,7 @@ class FakeVast(FakeCloud):
     def advance(self) -> None:
         """End contracts whose host's time is up."""
         for rental in self.rentals.values():
-            if rental.ended_at is None and self.clock.time() >= float(
-                str(rental.facts["end_date"])
-            ):
+            if rental.ended_at is None and self.now_s() >= float(str(rental.facts["end_date"])):
                 rental.is_stopped = True
 
     def route(self, request: Request) -> Reply:
@@ -335,7 +333,7 @@ class FakeVast(FakeCloud):
             return _refuse(400, "invalid_request", f"limit must be at most {_PAGE_ROWS_MAX}")
         limit = limit if limit > 0 else 5
         filters = json.loads(request.query.get("select_filters") or "{}")
-        now_s = self.clock.time()
+        now_s = self.now_s()
         rows = []
         for rental in self.rentals.values():
             if rental.ended_at is None and rental.listed_from_s <= now_s:
@@ -431,7 +429,7 @@ class FakeVast(FakeCloud):
         filters = json.loads(request.query.get("select_filters") or "{}")
         if not {"gte", "lte"} <= set(filters.get("day") or {}):
             return _refuse(400, "invalid_request", "day needs gte and lte")
-        now_s = self.clock.time()
+        now_s = self.now_s()
         results = [
             {
                 "start": rental.created_at,

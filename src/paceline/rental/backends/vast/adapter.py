@@ -148,17 +148,15 @@ class VastBackend:
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Destroy and see it gone; ``force`` makes no difference here."""
         self._reach.forget(h)
-        try:
-            self._client.destroy(h.instance_id)
-        except AbsentError:
-            _log.warning("vast machine %s is gone already; nothing to tear down", h.instance_id)
-            return
-        waiting.wait_gone(
+        was_there = waiting.wait_gone(
             lambda: self.status(h),
+            destroy=lambda: self._client.destroy(h.instance_id),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"vast machine {h.instance_id}",
         )
+        if not was_there:
+            _log.warning("vast machine %s is gone already; nothing to tear down", h.instance_id)
 
     def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:
         """Return every machine of the account, page by page; a page is one call."""
