@@ -1,5 +1,6 @@
 """What the contract tests of the paid providers share: a key pair, and adapters over real sshds."""
 
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,13 @@ def key_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
     )
     return path
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def built(name: str, parts: Parts) -> BackendAdapter:

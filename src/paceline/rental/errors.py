@@ -130,9 +130,9 @@ class AuthError(ApiError):
 
 
 class BalanceError(ApiError):
-    """The account cannot pay: top it up; no other offer of this provider will do."""
+    """The account cannot pay, or is at its limit: no other offer of this provider will do."""
 
-    advice = "add credit at the provider, or allow another backend"
+    advice = "add credit or raise the limit at the provider, or allow another backend"
 
 
 class CapacityError(ApiError):

@@ -157,7 +157,7 @@ class CloudContract(ABC):
     def test_an_ambiguous_create_is_looked_up_and_not_repeated(self, fault: str) -> None:
         """Whatever hides the answer: one machine, found by its label."""
         offer_id = self.offer_id()
-        self.fake.faults.arm(fault)
+        self.fake.create_faults.append(fault)
         h = self.provision(offer_id, label="paceline-lost-1")
         assert self.labels_billing() == ["paceline-lost-1"]
         assert h.label == "paceline-lost-1"
@@ -175,7 +175,7 @@ class CloudContract(ABC):
     def test_an_ambiguous_create_that_made_nothing_is_no_provision_error(self) -> None:
         """Not found is no proof, so it is neither a refusal nor a machine."""
         offer_id = self.offer_id()
-        self.fake.faults.arm("server-error")
+        self.fake.create_faults.append("server-error")
         with pytest.raises(BackendError) as caught:
             self.provision(offer_id)
         assert not isinstance(caught.value, ProvisionError | NoOffersError)
@@ -186,7 +186,7 @@ class CloudContract(ABC):
         offer_id = self.offer_id()
         for fault in ("server-error", "lost-request", "rate-limit"):
             before = self.num_creates()
-            self.fake.faults.arm(fault)
+            self.fake.create_faults.append(fault)
             with pytest.raises(BackendError):
                 self.provision(offer_id)
             assert self.num_creates() == before + 1

@@ -192,6 +192,8 @@ class FakeCloud(ABC):
         """Answer 429 to whoever calls faster than the provider allows."""
         self.rng = random.Random(seed)  # noqa: S311 - a simulation, repeatable
         self.faults = Faults(self.rng, self.faults_known)
+        self.create_faults: list[str] = []
+        """What goes wrong with the create calls to come, one each."""
         self.rentals: dict[str, Rental] = {}
         self.calls: list[str] = []
         """Method and path of every call."""
@@ -269,7 +271,10 @@ class FakeCloud(ABC):
                 self.machines.remove(rental.instance_id)
 
     def _answer(self, request: Request) -> Reply:
-        self.num_creates += self.is_create(request)
+        if self.is_create(request):
+            self.num_creates += 1
+            if self.create_faults:
+                self.faults.arm(self.create_faults.pop(0))
         if self.faults.strikes("lost-request"):
             return Reply(is_lost=True)
         if self.faults.strikes("rate-limit") or self._is_too_soon(request):

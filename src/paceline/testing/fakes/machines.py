@@ -20,13 +20,13 @@ class SshMachines:
         self._root = root
         self._port = port
         self._machines: dict[str, FakeMachine] = {}
-        self._hosts = (f"127.0.77.{number}" for number in itertools.count(1))
+        self._numbers = itertools.count(1)
 
     def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
         """Have the machine run and let these keys in."""
         machine = self._machines.get(instance_id)
         if machine is None:
-            host = "127.0.0.1" if self._port is None else next(self._hosts)
+            host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
             machine = FakeMachine(self._root / instance_id, port=self._port, host=host)
             self._machines[instance_id] = machine
         machine.start()

@@ -20,13 +20,22 @@ def _runpod() -> type[FakeCloud]:
     return FakeRunpod
 
 
-FAKES: Mapping[str, Callable[[], type[Any]]] = {"runpod": _runpod, "vast": _vast}
+def _lambda() -> type[FakeCloud]:
+    from paceline.testing.fakes.lambda_ import FakeLambda
+
+    return FakeLambda
+
+
+FAKES: Mapping[str, Callable[[], type[Any]]] = {"lambda": _lambda, "runpod": _runpod, "vast": _vast}
 """Name -> what imports the class: one of them needs an SDK that may be missing."""
 
 _VARIABLES = {
+    "lambda": ("LAMBDA_CLOUD_BASE_URL", "LAMBDA_API_KEY"),
     "runpod": ("RUNPOD_API_BASE_URL", "RUNPOD_API_KEY"),
     "vast": ("VAST_URL", "VAST_API_KEY"),
 }
+
+_PATHS = {"lambda": "/api/v1"}
 
 
 @contextmanager
@@ -34,4 +43,4 @@ def serve_fake(fake: FakeCloud, *, port: int = 0) -> Iterator[dict[str, str]]:
     """Serve over the network and yield the variables that an adapter has to find."""
     url_name, key_name = _VARIABLES[fake.name]
     with serving(fake, port=port) as server:
-        yield {url_name: server.url, key_name: fake.key}
+        yield {url_name: server.url + _PATHS.get(fake.name, ""), key_name: fake.key}
