@@ -37,10 +37,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def built(name: str, parts: Parts) -> BackendAdapter:
+def built(name: str, parts: Parts, **more: object) -> BackendAdapter:
     """Return the adapter ``name`` with these surroundings."""
     make: Callable[..., BackendAdapter] = load_backend(name)
-    return make(parts=parts)
+    return make(parts=parts, **more)
 
 
 class RealSshContract(BackendContract):

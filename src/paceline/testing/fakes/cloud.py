@@ -79,16 +79,18 @@ class Reply:
     """It never arrives: the connection breaks."""
     is_half: bool = False
     is_slow: bool = False
+    trailer: bytes | None = None
+    """What gRPC sends after a refusal."""
 
     @property
     def content(self) -> bytes:
         """The bytes that go out."""
         if self.body is None:
             return b""
-        if isinstance(self.body, bytes):
-            return self.body
-        text = self.body if isinstance(self.body, str) else json.dumps(self.body)
-        content = text.encode()
+        content = self.body
+        if not isinstance(content, bytes):
+            text = content if isinstance(content, str) else json.dumps(content)
+            content = text.encode()
         return content[: len(content) // 2] if self.is_half else content
 
 
