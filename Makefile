@@ -46,7 +46,7 @@ layers: setup  ## which way imports point
 	$(BIN)/lint-imports importlinter.toml
 
 unit: setup  ## the tests
-	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu and not slow'
 
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages

@@ -71,12 +71,13 @@ def plan_attempts(
     constraints: OfferConstraints,
     num_gpus: int,
     failures: Iterable[PastFailure] = (),
+    num_max: int = NUM_ATTEMPTS_MAX,
 ) -> RentPlan:
     """Return what to try, cheapest first.
 
     Of equal prices the backend that comes first in ``answers`` wins, then the more reliable
     machine, then the backend's own order. What backends return is checked again, because
-    not every adapter filters everything. At most NUM_ATTEMPTS_MAX are tried.
+    not every adapter filters everything. At most ``num_max`` are tried.
     """
     reasons_by_offer = {(past.backend, past.offer_id): past.reason for past in failures}
     fitting: list[tuple[float, int, float, int, Offer]] = []
@@ -96,8 +97,8 @@ def plan_attempts(
                 fitting.append((offer.dph, rank, -offer.reliability, place, offer))
     fitting.sort(key=lambda entry: entry[:4])
     attempts = tuple(entry[4] for entry in fitting)
-    surplus = [_pass_over(offer, ["others come first"]) for offer in attempts[NUM_ATTEMPTS_MAX:]]
-    return RentPlan(attempts=attempts[:NUM_ATTEMPTS_MAX], passed_over=(*passed_over, *surplus))
+    surplus = [_pass_over(offer, ["others come first"]) for offer in attempts[num_max:]]
+    return RentPlan(attempts=attempts[:num_max], passed_over=(*passed_over, *surplus))
 
 
 def after_failure(failure: Exception) -> NextStep:

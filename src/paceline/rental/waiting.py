@@ -11,20 +11,15 @@ from paceline.rental.errors import (
     BootFailedError,
     InstanceNotFoundError,
     NotProvenGoneError,
+    SshDeniedError,
     SshUnreachableError,
 )
 from paceline.rental.model import InstanceState, InstanceStatus
 
 _POLL_S = 5.0
 """How often a provider is asked; RunPod allows a request a second for a whole account."""
-
-
-def _nothing() -> None:
-    """Ask nothing."""
-
-
-def _no_failure(status: InstanceStatus) -> str | None:
-    return None
+DENIED_S_MAX = 180.0
+"""How long a machine may refuse our key: some providers put it there after they say running."""
 
 
 def wait_running(
@@ -33,51 +28,58 @@ def wait_running(
     clock: Clock,
     timeout_s: float,
     what: str = "the machine",
-    probe: Callable[[], None] = _nothing,
-    failure: Callable[[InstanceStatus], str | None] = _no_failure,
+    interval_s: float = 5.0,
+    probe: Callable[[], None] | None = None,
 ) -> None:
-    """Ask ``status`` until it says running, and then ``probe`` until the machine answers it.
+    """Ask ``status`` until it says running, and then ``probe`` until it does not raise.
 
-    ``failure`` reads in a status why it will never run, where the provider lets that show.
+    Args:
+        status: what the backend says.
+        clock: what waiting is measured by.
+        timeout_s: for both together.
+        what: the machine, in an error.
+        interval_s: between two questions.
+        probe: reaches the machine itself, such as ``NetworkRemote.probe``: what a provider calls
+            running need not answer.
 
     Raises:
-        DeadlineExceededError: it did not within ``timeout_s``.
+        DeadlineExceededError: it did not within ``timeout_s``; says what was in the way last.
         InstanceNotFoundError: it says destroyed.
-        BootFailedError: it says that it never will.
+        SshDeniedError: the machine answers and has refused our key for DENIED_S_MAX.
+        BackendError: what ``probe`` raises beside SshUnreachableError, such as another host key.
     """
-    said = ""
-
-    def is_running() -> bool:
-        nonlocal said
-        now = status()
-        state = InstanceState.parse(now.state)
-        if state is InstanceState.DESTROYED:
-            raise InstanceNotFoundError(
-                f"{what} went away while it was expected to start; rent another"
-            )
-        why = failure(now)
-        if why is not None:
-            raise BootFailedError(f"{what} will not start: {why}; destroy it and rent another")
-        if state is not InstanceState.RUNNING:
-            said = f"last state {state}"
-            return False
-        try:
-            probe()
-        except SshUnreachableError as exc:
-            said = str(exc)
-            return False
-        return True
-
+    wait = _Wait(status=status, probe=probe, clock=clock, what=what)
     try:
         wait_until(
-            is_running,
+            wait.is_usable,
             what=f"{what} becoming usable",
             clock=clock,
             timeout_s=timeout_s,
-            interval_s=_POLL_S,
+            interval_s=interval_s,
         )
     except DeadlineExceededError as exc:
-        raise DeadlineExceededError(f"{exc}; {said}") from exc
+        raise DeadlineExceededError(f"{exc}; {wait.obstacle}") from exc
+
+
+def failing(
+    status: Callable[[], InstanceStatus],
+    why: Callable[[InstanceStatus], str | None],
+    *,
+    what: str,
+) -> Callable[[], InstanceStatus]:
+    """Return ``status`` for ``wait_running``, but raising once ``why`` says it never will run.
+
+    It raises BootFailedError. For providers that let a failed start show.
+    """
+
+    def checked() -> InstanceStatus:
+        now = status()
+        reason = why(now)
+        if reason is not None:
+            raise BootFailedError(f"{what} will not start: {reason}; destroy it and rent another")
+        return now
+
+    return checked
 
 
 def wait_gone(
@@ -143,3 +145,47 @@ def _unless_auth(failure: BackendError) -> str:
     if isinstance(failure, AuthError):
         raise failure
     return str(failure)
+
+
+class _Wait:
+    def __init__(
+        self,
+        *,
+        status: Callable[[], InstanceStatus],
+        probe: Callable[[], None] | None,
+        clock: Clock,
+        what: str,
+    ) -> None:
+        self.obstacle = ""
+        self._status = status
+        self._probe = probe
+        self._clock = clock
+        self._what = what
+        self._denied_s: float | None = None
+
+    def is_usable(self) -> bool:
+        state = InstanceState.parse(self._status().state)
+        if state is InstanceState.DESTROYED:
+            raise InstanceNotFoundError(
+                f"{self._what} went away while it was expected to start; rent another"
+            )
+        self.obstacle = f"its backend says {state}"
+        return state is InstanceState.RUNNING and self._answers()
+
+    def _answers(self) -> bool:
+        if self._probe is None:
+            return True
+        try:
+            self._probe()
+        except SshDeniedError as exc:
+            now_s = self._clock.monotonic()
+            self._denied_s = now_s if self._denied_s is None else self._denied_s
+            if now_s - self._denied_s > DENIED_S_MAX:
+                raise
+            self.obstacle = str(exc)
+        except SshUnreachableError as exc:
+            self._denied_s = None
+            self.obstacle = str(exc)
+        else:
+            return True
+        return False

@@ -30,6 +30,8 @@ class Channel(Protocol):
     """How rsync names the far side."""
     home: str
     jobs: str
+    has_login_shell: bool
+    """What is started there goes through a shell, which reads it as a line of its own."""
 
     def words(self) -> list[str]:
         """Return the command that runs programs there, to which ``host`` and a program belong."""

@@ -12,6 +12,8 @@ from paceline.rental.remote.trouble import error_of
 class ContainerChannel:
     """A Channel into a running container."""
 
+    has_login_shell = False
+
     def __init__(self, target: ContainerTarget) -> None:
         self.name = target.name
         self.host = target.container

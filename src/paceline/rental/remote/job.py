@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
+from paceline.core.errors import UsageError
 from paceline.rental.errors import (
     BackendError,
     CommandTimeoutError,
@@ -85,8 +86,10 @@ class Follower:
                 f"{self._channel.name}: a command was ended after {timeout_s:g} s; give it a "
                 "longer timeout_s or look at its log"
             ) from exc
-        except (KeyboardInterrupt, SystemExit, OSError):
-            # Ctrl-C, or nobody is left who reads the output.
+        except (BackendError, UsageError):
+            raise
+        except BaseException:
+            # Ctrl-C, or whoever reads the output has had enough.
             if self._may_have_started:
                 self._end(0.0)
             raise

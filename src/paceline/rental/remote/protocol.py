@@ -107,6 +107,16 @@ class ProcessRemote(Remote, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A short command's answer."""
+
+    code: int
+    output: str
+    """Standard output, decoded; what is no UTF-8 is replaced."""
+    errors: str
+
+
 class NetworkRemote(ProcessRemote, Protocol):
     """A remote behind a connection that can break, to a machine that may not be up yet."""
 
@@ -116,6 +126,13 @@ class NetworkRemote(ProcessRemote, Protocol):
         Raises:
             SshUnreachableError: not now; SshDeniedError when it does not take our key yet.
             HostKeyChangedError, SshKeyError: waiting does not help.
+        """
+        ...
+
+    def capture(self, command: str, *, timeout_s: float = 60.0) -> Captured:
+        """Run a short command and return what it printed, as ``run`` does otherwise.
+
+        Raises RemoteCommandError for more output than a few megabytes.
         """
         ...
 

@@ -12,9 +12,10 @@ from typing import IO
 from paceline.core.clock import Clock
 from paceline.rental.errors import RemoteCommandError
 from paceline.rental.remote.argv import RSYNC_VANISHED, remote_rsync_argv, rsync_argv
-from paceline.rental.remote.channel import Channel, end_process
+from paceline.rental.remote.channel import Channel, ask, end_process
 from paceline.rental.remote.protocol import Progress
 from paceline.rental.remote.rules import Copy
+from paceline.rental.remote.script import render_make
 from paceline.rental.remote.trouble import Trouble, lacks_program, shorten, trouble_of
 
 STALL_S = 60
@@ -48,6 +49,10 @@ class RsyncTransfer:
         """Copy the local ``src`` to the path ``there``. Raises NoRsyncError, RemoteCommandError."""
         slash = "/" if src.is_dir() else ""
         parent = posixpath.dirname(there.rstrip("/")) if slash else posixpath.dirname(there)
+        if parent and not self._channel.has_login_shell:
+            script = render_make(home=self._channel.home, path=parent)
+            ask(self._channel, script, clock=self._clock)
+            parent = ""
         self._run(
             f"{src.absolute()}{slash}",
             f"{self._channel.host}:{there.rstrip('/') if slash else there}{slash}",

@@ -124,6 +124,16 @@ def render_look(*, home: str, path: str) -> str:
     return _fill(_LOOK, texts)
 
 
+def render_make(*, home: str, path: str) -> str:
+    """Return the script that makes the directory ``path`` and those above it."""
+    texts = {
+        "@GREETING@": GREETING,
+        "@HOME@": shlex.quote(home),
+        "@PATH@": shlex.quote(path),
+    }
+    return _fill(_MAKE, texts)
+
+
 def _fill(template: str, texts: Mapping[str, str]) -> str:
     """Put all texts in at once, so that none is looked for inside another."""
     pattern = "|".join(map(re.escape, texts))
@@ -152,7 +162,8 @@ _KILL_S = 10
 # The keeper is a subshell of this very shell: its argument list shows nothing of the job, and
 # without a terminal nobody sends it a hangup. Output goes through pipes, not straight into the
 # files, because `> /dev/stderr` in a script would cut a file off. What a shell starts with & has
-# INT and QUIT ignored; env gives them back where it can.
+# INT and QUIT ignored; env gives them back where it can. Files of one short line are written at
+# once: one that is not empty is complete.
 _JOB = """
 main() {
   echo '@GREETING@'
@@ -182,7 +193,7 @@ start() {
     reset="$(command -v env) --default-signal=INT,QUIT"
   fi
   keep </dev/null >/dev/null 2>&1 &
-  echo "$! $boot" > "$job/keeper.new" && mv "$job/keeper.new" "$job/keeper"
+  echo "$! $boot" > "$job/keeper"
 }
 
 keep() {
@@ -195,7 +206,7 @@ keep() {
   payload >"$out" 2>"$err" &
   leader=$!
   read -r line < "/proc/$leader/stat" && set -- ${line##*) } &&
-    echo "$leader ${20} $boot" > "$job/session.new" && mv "$job/session.new" "$job/session"
+    echo "$leader ${20} $boot" > "$job/session"
   wait "$leader"
   code=$?
   tries=0
@@ -204,7 +215,7 @@ keep() {
     sleep 0.02 || sleep 1
     tries=$((tries + 1))
   done
-  echo "$code" > "$job/exit.new" && mv "$job/exit.new" "$job/exit"
+  echo "$code" > "$job/exit"
 }
 
 payload() {
@@ -216,7 +227,7 @@ follow() {
   out=@OUT@ err=@ERR@ idle=0 ended= out_max= err_max=
   echo S
   while :; do
-    if [ -z "$ended" ] && [ -e "$job/exit" ]; then
+    if [ -z "$ended" ] && [ -s "$job/exit" ]; then
       ended=yes
       if [ -n '@KEEPS@' ]; then
         out_max=$(wc -c < "$job/out") err_max=$(wc -c < "$job/err")
@@ -229,7 +240,7 @@ follow() {
     fi
     if [ -n "$moved" ]; then idle=0; continue; fi
     [ -z "$ended" ] || break
-    is_kept || [ -e "$job/exit" ] || { echo 'F lost'; return; }
+    is_kept || [ -s "$job/exit" ] || { echo 'F lost'; return; }
     nap
   done
   read -r code < "$job/exit"
@@ -238,7 +249,7 @@ follow() {
 }
 
 is_kept() {
-  if [ ! -e "$job/keeper" ]; then [ "$idle" -lt 80 ]; return; fi
+  if [ ! -s "$job/keeper" ]; then [ "$idle" -lt 80 ]; return; fi
   read -r keeper kept < "$job/keeper"
   [ "$kept" = "$boot" ] && kill -0 "$keeper" 2>/dev/null
 }
@@ -332,6 +343,16 @@ main() {
   if [ -d @PATH@ ]; then echo 'N directory'
   elif [ -e @PATH@ ] || [ -L @PATH@ ]; then echo 'N file'
   else echo 'N nothing'; fi
+}
+
+main
+"""
+
+_MAKE = """
+main() {
+  echo '@GREETING@'
+  cd @HOME@ 2>/dev/null || { echo 'F no-home'; return; }
+  if mkdir -p @PATH@; then echo 'N made'; else echo 'F cannot-record'; fi
 }
 
 main

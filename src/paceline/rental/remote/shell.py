@@ -11,6 +11,7 @@ from paceline.rental.errors import RemoteCommandError
 from paceline.rental.model import ExitCode
 from paceline.rental.remote.channel import Channel, ask
 from paceline.rental.remote.job import Follower, Patience, Sink, pass_through
+from paceline.rental.remote.protocol import Captured
 from paceline.rental.remote.rsync import NoRsyncError, RsyncTransfer, Watch
 from paceline.rental.remote.rules import Copy
 from paceline.rental.remote.script import (
@@ -21,6 +22,8 @@ from paceline.rental.remote.script import (
     render_look,
 )
 from paceline.rental.remote.tarball import TarTransfer
+
+_CAPTURED_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +63,25 @@ class ShellRemote:
 
         Raises, beside what the protocol says, ConnectionLostError when the machine stays away.
         """
-        job = Job(
-            id=os.urandom(8).hex(),
-            machine_id=self._machine_id,
-            home=self._channel.home,
-            jobs=self._channel.jobs,
-            command=command,
-            env=env,
-            keeps_output=stream,
-        )
         started_s = self._parts.clock.monotonic()
-        follower = Follower(
-            self._channel,
-            job,
-            clock=self._parts.clock,
-            patience=self._parts.patience,
-            sink=self._parts.sink,
-        )
+        follower = self._follower(command, env=env, sink=self._parts.sink if stream else None)
         code = follower.run(timeout_s=timeout_s)
         return ExitCode(code=code, duration_s=self._parts.clock.monotonic() - started_s)
+
+    def capture(self, command: str, *, timeout_s: float = 60.0) -> Captured:
+        """Run a short command and return what it printed."""
+        printed = {1: bytearray(), 2: bytearray()}
+
+        def keep(stream: int, content: bytes) -> None:
+            printed[stream] += content
+            if len(printed[stream]) > _CAPTURED_BYTES_MAX:
+                raise RemoteCommandError(
+                    f"{self._channel.name}: {command[:80]!r} prints more than is wanted of it"
+                )
+
+        code = self._follower(command, env={}, sink=keep).run(timeout_s=timeout_s)
+        output, errors = (printed[stream].decode(errors="replace") for stream in (1, 2))
+        return Captured(code=code, output=output, errors=errors)
 
     def push(
         self, src: Path, dst: str, *, includes: Iterable[str], excludes: Iterable[str], delete: bool
@@ -156,6 +159,24 @@ class ShellRemote:
         """Drop the shared connection."""
         self._channel.reset()
 
+    def _follower(self, command: str, *, env: Mapping[str, str], sink: Sink | None) -> Follower:
+        job = Job(
+            id=os.urandom(8).hex(),
+            machine_id=self._machine_id,
+            home=self._channel.home,
+            jobs=self._channel.jobs,
+            command=command,
+            env=env,
+            keeps_output=sink is not None,
+        )
+        return Follower(
+            self._channel,
+            job,
+            clock=self._parts.clock,
+            patience=self._parts.patience,
+            sink=sink or _drop,
+        )
+
     def _rsync_transfer(self, program: str) -> RsyncTransfer:
         return RsyncTransfer(
             self._channel, program=program, clock=self._parts.clock, watch=self._parts.watch
@@ -167,3 +188,7 @@ class ShellRemote:
             return path[2:] or "."
         joined = posixpath.join(self._channel.home, path)
         return joined.removeprefix("./") or "."
+
+
+def _drop(_stream: int, _content: bytes) -> None:
+    """Take no output: none is kept for a command whose output nobody wants."""

@@ -28,6 +28,8 @@ _RESET_TIMEOUT_S = 5.0
 class SshChannel:
     """A Channel to an sshd."""
 
+    has_login_shell = True
+
     def __init__(self, target: SshTarget, *, control_dir: Path | None) -> None:
         self.name = target.name
         self.host = f"[{target.host}]" if ":" in target.host else target.host

@@ -26,6 +26,7 @@ from paceline.system import new_nonce, system_clock
 _MARK = "PACELINE_FAKE_MACHINE"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
+_HOST_KEY_FILES = ("host_key", "host_key.pub")
 _START_TIMEOUT_S = 20.0
 _NUM_PORTS_TRIED = 20
 _CONFIG = """\
@@ -130,12 +131,7 @@ class FakeMachine:
 
     def stop(self) -> None:
         """End sshd, its connections and all that was started through it; idempotent."""
-        if self._sshd is not None:
-            connections = self._connections()
-            self._sshd.terminate()
-            self._sshd.wait()
-            self._sshd = None
-            _kill(connections)
+        self._end_sshd()
         end_processes(self._processes, clock=self._clock, grace_s=0.0)
 
     def drop_connections(self) -> None:
@@ -148,12 +144,36 @@ class FakeMachine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)
 
+    def refuse_all_keys(self) -> None:
+        """Let nobody in, over connections that are made from now on; those there are end."""
+        (self.root / "authorized_keys").write_text("")
+        self.drop_connections()
+
+    def accept_keys(self) -> None:
+        """Let those in again who were let in before."""
+        self._write_keys()
+
+    def save_host_key(self) -> tuple[bytes, ...]:
+        """Return the host key, for ``restore_host_key``."""
+        return tuple((self.root / name).read_bytes() for name in _HOST_KEY_FILES)
+
     def change_host_key(self) -> None:
         """Answer with another host key from now on, as another machine at this address does."""
+        self._replace_host_key(None)
+
+    def restore_host_key(self, saved: tuple[bytes, ...]) -> None:
+        """Answer with the key that was saved."""
+        self._replace_host_key(saved)
+
+    def _replace_host_key(self, new: tuple[bytes, ...] | None) -> None:
+        """Exchange the key while sshd is down; what runs on the machine goes on."""
         was_running = self._sshd is not None
-        self.stop()
-        for name in ("host_key", "host_key.pub"):
+        self._end_sshd()
+        for name in _HOST_KEY_FILES:
             (self.root / name).unlink(missing_ok=True)
+        for name, content in zip(_HOST_KEY_FILES, new or (), strict=False):
+            (self.root / name).touch(mode=0o600)
+            (self.root / name).write_bytes(content)
         if was_running:
             self.start()
 
@@ -171,11 +191,18 @@ class FakeMachine:
         children = psutil.Process(self._sshd.pid).children(recursive=True)
         return [child for child in children if _is_sshd(child)]
 
+    def _end_sshd(self) -> None:
+        if self._sshd is not None:
+            connections = self._connections()
+            self._sshd.terminate()
+            self._sshd.wait()
+            self._sshd = None
+            _kill(connections)
+
     def _make_root(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (self.root / "host_key").exists():
-            argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "fake machine", "-f"]
-            subprocess.run([*argv, str(self.root / "host_key")], check=True)
+            make_key_pair(self.root / "host_key")
         self._write_keys()
         if os.getuid() == 0:
             _PRIVILEGE_SEPARATION.mkdir(exist_ok=True)
@@ -236,6 +263,13 @@ class FakeMachine:
             return False
         self._sshd = process
         return True
+
+
+def make_key_pair(private: Path) -> str:
+    """Make a key pair in ``private`` and ``private.pub`` and return the public half."""
+    argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "paceline test", "-f"]
+    subprocess.run([*argv, str(private)], check=True)
+    return Path(f"{private}.pub").read_text()
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

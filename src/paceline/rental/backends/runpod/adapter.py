@@ -89,13 +89,13 @@ class RunpodBackend:
 
     def wait_running(self, h: InstanceHandle, *, timeout_s: int = 1200) -> None:
         """Block until it runs, has a direct address, and ssh answers there."""
+        what = f"runpod pod {h.instance_id}"
         waiting.wait_running(
-            lambda: self.status(h),
+            waiting.failing(lambda: self.status(h), mapping.failure_of, what=what),
             clock=self._clock,
             timeout_s=timeout_s,
-            what=f"runpod pod {h.instance_id}",
+            what=what,
             probe=lambda: self._reach.probe(h),
-            failure=mapping.failure_of,
         )
 
     def sync_to(

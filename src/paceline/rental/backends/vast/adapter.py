@@ -93,13 +93,13 @@ class VastBackend:
 
     def wait_running(self, h: InstanceHandle, *, timeout_s: int = 1200) -> None:
         """Block until it runs and ssh answers; a start that failed for good raises at once."""
+        what = f"vast machine {h.instance_id}"
         waiting.wait_running(
-            lambda: self.status(h),
+            waiting.failing(lambda: self.status(h), mapping.failure_of, what=what),
             clock=self._clock,
             timeout_s=timeout_s,
-            what=f"vast machine {h.instance_id}",
+            what=what,
             probe=lambda: self._reach.probe(h),
-            failure=mapping.failure_of,
         )
 
     def sync_to(
