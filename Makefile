@@ -8,8 +8,15 @@ PIP     = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 PROTO_VENV  := .venv-proto
 PROTO_TOOLS := grpcio-tools==1.71.2
 
+# the public clients that tests talk to: their protobuf is older than ours
+PEER_VENV   := .venv-peer
+PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
+
+# what must be tested whole: the code that decides
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit proto proto-check bench docs format system constraints clean
+.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -20,10 +27,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the example needs into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what the checks need into $(VENV): about a minute, longer where torch has to be fetched"
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
@@ -32,7 +41,7 @@ setup: $(VENV)/.dev  ## make .venv with everything that the checks need
 run: $(VENV)/.demo  ## train the example on this computer: one trainer, two rollout engines
 	$(BIN)/paceline up examples/arithmetic/local.yaml --yes
 
-test: setup system lint types layers proto-check unit  ## every check
+test: setup system lint types layers proto-check peer unit  ## every check
 
 lint: setup  ## style, formatting, spelling
 	$(BIN)/ruff format --check .
@@ -48,12 +57,26 @@ layers: setup  ## which way imports point
 unit: setup  ## the tests
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu and not slow'
 
+coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
+	$(BIN)/pytest -q -n 2 -m 'not gpu and not slow' --cov=paceline --cov-branch --cov-report=
+	$(BIN)/coverage report --fail-under=98 --include='$(PURE)'
+
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages
 
 $(PROTO_VENV)/bin/python:
 	$(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install --quiet --disable-pip-version-check '$(PROTO_TOOLS)'
+
+$(PEER_VENV)/.done: Makefile
+	$(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check $(PEER_TOOLS)
+	@touch $@
+
+peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests talk to
+
+nightly: setup system peer  ## the simulations at length
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py
@@ -77,4 +100,4 @@ constraints: setup  ## pin what is installed now
 	@mv constraints.new constraints.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PROTO_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

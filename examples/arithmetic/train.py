@@ -67,7 +67,7 @@ def warm_model(
     how = WarmStart(max_steps=options.warm_steps)
 
     def tell(step: int, share: float) -> None:
-        if step % TELL_EVERY == 0:
+        if step == 1 or step % TELL_EVERY == 0:
             note = f"{share:.0%} right, until {how.stop_exact:.0%}"
             fields = {"phase": "warm start", "done": step, "total": how.max_steps, "note": note}
             run.notify("role.progress", fields)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from paceline.testing.contracts.control import (
     FULL,
     GENERATOR,
     MODEL,
+    SEED,
     TRAINER,
     TTL_S,
     shard_of,
@@ -67,10 +68,12 @@ def publish(plane: ControlPlane) -> str:
     return uid
 
 
-def run(*args: str) -> str:
+def run(*args: str, status: int = 0) -> str:
     """Run a verb of ``paceline versions`` and return what it printed."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(versions, args, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    result = CliRunner(env={"COLUMNS": "20"}).invoke(
+        versions, args, catch_exceptions=False, standalone_mode=False
+    )
+    assert (result.return_value or 0) == status, result.output
     return result.output
 
 
@@ -81,6 +84,7 @@ def test_ls_shows_versions_as_a_table_and_as_json(served: Served) -> None:
     assert uid in table
     assert "READY" in table
     assert DESCRIPTION.root_digest[:12] in table
+    assert all(word in table for word in ("FULL_TENSOR", "root digest"))
     shown = json.loads(run("ls", "--model", MODEL, "--json", *served.options))
     assert [version["uid"] for version in shown["versions"]] == [uid]
     assert shown["versions"][0]["description"]["sequence"] == 3
@@ -94,10 +98,24 @@ def test_show_has_shards_and_readers(served: Served) -> None:
     table = run("show", uid, *served.options)
     for expected in (uid, "rank-1", "t-0", "g-0", DESCRIPTION.root_digest):
         assert expected in table
+    assert "WeightPayloadFormat" not in table
     shown = json.loads(run("show", uid, "--json", *served.options))
     assert shown["version"]["state"] == "READY"
     assert [shard["source_slot_id"] for shard in shown["shards"]] == ["rank-0", "rank-1"]
     assert [lease["worker_id"] for lease in shown["leases"]] == ["g-0"]
+
+
+def test_verify_says_what_is_wrong_and_with_which_status(served: Served) -> None:
+    """A version that nobody described is named; the exit status is that of refit failures."""
+    served.plane.create_version(SEED)
+    uid = served.plane.list_versions(MODEL)[0].uid
+    shown = json.loads(run("verify", uid, "--json", *served.options, status=50))
+    assert shown["ok"] is False
+    assert "not described" in shown["problems"][0]
+    assert "not described" in run("verify", uid, *served.options, status=50)
+    described = replace(DESCRIPTION, parent_root=None)
+    served.plane.describe_version(uid, described)
+    assert "can be installed" in run("verify", uid, *served.options)
 
 
 def test_errors_pass_to_the_one_place_that_prints_them(served: Served, tmp_path: Path) -> None:

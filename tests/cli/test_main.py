@@ -1,6 +1,7 @@
 """The table of verbs, what help costs, and how errors are told."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from paceline.cli.main import VERBS, cli, explain, run
 from paceline.core.errors import ExitStatus, PreflightError
+from paceline.system import environ
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "grpc", "pydantic", "rich", "httpx", "numpy", "yaml", "google")
@@ -113,3 +115,56 @@ def test_backends_are_listed() -> None:
     result = CliRunner().invoke(cli, ["backends", "ls", "--json"])
     rows = {row["name"]: row for row in json.loads(result.output)}
     assert rows["local"]["lists_machines"] is True
+
+
+def paceline(*words: str, home: Path, **streams: object) -> "subprocess.CompletedProcess[str]":
+    """Run the real program, since streams and signals are the process's own."""
+    env = {
+        "PATH": environ()["PATH"],
+        "PYTHONPATH": str(ROOT / "src"),
+        "PACELINE_STATE_DIR": str(home / "state"),
+    }
+    how: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    argv = [sys.executable, "-m", "paceline", *words]
+    return subprocess.run(argv, text=True, check=False, env=env, cwd=home, **how)  # type: ignore[call-overload,no-any-return]
+
+
+def test_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """A full disk under standard output is an error of ours, in one paragraph."""
+    with Path("/dev/full").open("w") as full:
+        done = paceline("ls", "--json", home=tmp_path, stdout=full)
+        again = paceline("ls", home=tmp_path, stdout=full)
+    assert done.returncode == again.returncode == ExitStatus.PREFLIGHT
+    assert done.stderr.startswith("paceline: cannot write to standard output: No space left")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("ls", "--json"), ExitStatus.OK),
+        (("--help",), ExitStatus.OK),
+        (("ls", "--nope", "--json"), ExitStatus.USAGE),
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(
+    tmp_path: Path, words: tuple[str, ...], status: ExitStatus
+) -> None:
+    """What is written to a closed pipe is nobody's loss: no traceback, and the status it had."""
+    read, write = os.pipe()
+    os.close(read)
+    done = paceline(*words, home=tmp_path, stdout=write)
+    os.close(write)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a b", "-", "UP", "x" * 60, "$(id)"])
+def test_an_id_that_cannot_name_a_run_makes_nothing(tmp_path: Path, name: str) -> None:
+    """It is refused before it becomes a path: also nothing outside the state directory is made."""
+    words = ("--backend", "local", "--gpu", "cpu-1x", f"--run-id={name}", "--", "true")
+    done = paceline("run", *words, home=tmp_path)
+    assert done.returncode == ExitStatus.USAGE
+    assert "cannot name a run" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*") if path.is_dir()] == ["state"]

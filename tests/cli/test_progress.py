@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.progress import LiveWatcher, PlainWatcher
+from paceline.cli.up import weights_line
 from paceline.refit.model import Event
 from paceline.runs.model import RestartMode, RoleKind, Slot
 from paceline.runs.plan import Phase, SlotView
@@ -109,3 +110,21 @@ def test_a_terminal_gets_a_table() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in ("something happened", "rollout-0-ab 42", "(1 restarts)", "0 digest mismatches"):
         assert part in text
+
+
+def test_the_end_of_a_run_says_what_became_of_the_weights() -> None:
+    """One line has versions, engines, mismatches, bytes and reward; without steps no reward."""
+    found = {
+        "versions_published": 29,
+        "engines": [{}, {}],
+        "mismatches": 0,
+        "delta_bytes": 50,
+        "full_bytes": 1000,
+        "reward_first5": 0.2,
+        "reward_last5": 0.65,
+    }
+    assert weights_line(found) == (
+        "29 versions on 2 engines; 0 digest mismatches; deltas 50 B, 5.0% of full weights; "
+        "mean reward from 0.200 to 0.650 (first and last 5 steps)"
+    )
+    assert "reward" not in weights_line(found | {"reward_first5": None})

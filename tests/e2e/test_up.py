@@ -4,102 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WAIT_S = 30.0
+from e2e.operating import WAIT_S, Operator
 
 pytestmark = pytest.mark.e2e
-
-
-class Operator:
-    """One user with one state directory, who types commands in one folder."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.state = home / "state"
-        self.env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "PYTHONPATH": str(ROOT / "src"),
-            "PACELINE_STATE_DIR": str(self.state),
-        }
-        self.started: list[subprocess.Popen[str]] = []
-
-    def job(self, text: str, name: str = "job.yaml") -> str:
-        (self.home / name).write_text(text, encoding="utf-8")
-        return name
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *words],
-            cwd=self.home,
-            env=self.env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def type(self, *words: str) -> tuple[int, str, str]:
-        process = self.start(*words)
-        out, err = process.communicate(timeout=WAIT_S)
-        assert "Traceback" not in err, err
-        return process.returncode, out, err
-
-    def type_json(self, *words: str) -> tuple[int, Any]:
-        status, out, _ = self.type(*words, "--json")
-        return status, json.loads(out.splitlines()[-1])
-
-    def processes(self, word: str | None = None) -> set[int]:
-        """Return every process that runs in a machine of ours, or those with ``word`` in argv."""
-        found = set()
-        for process in psutil.process_iter():
-            try:
-                is_ours = process.cwd().startswith(str(self.state))
-                if is_ours and (word is None or word in process.cmdline()):
-                    found.add(process.pid)
-            except psutil.Error:  # ended while we looked
-                continue
-        return found
-
-    def sleeping(self) -> set[int]:
-        """Return the processes that are a role's ``sleep 300``."""
-        return self.processes("300")
-
-    def machines(self) -> Any:
-        return self.type_json("ls")[1]
-
-    def assert_nothing_left(self) -> None:
-        assert self.machines() == []
-        assert self.processes() == set()
-        assert list((self.state / "local").glob("local-*")) == []
-
-    def wait_for(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not what():
-            assert time.monotonic() < deadline, "did not happen in time"
-            time.sleep(0.05)
-
-
-@pytest.fixture
-def operator(tmp_path: Path) -> Iterator[Operator]:
-    one = Operator(tmp_path)
-    yield one
-    for process in one.started:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    for pid in one.processes():
-        psutil.Process(pid).kill()
 
 
 def role(run: str, **more: object) -> str:
@@ -391,3 +302,60 @@ def test_no_token_is_shown_or_kept(operator: Operator) -> None:
         operator.home / "out" / name for name in ("report.json", "report.html", "events.jsonl")
     ]
     assert all(token.encode() not in path.read_bytes() for path in kept)
+
+
+def test_a_terminal_that_closes_leaves_nothing_behind(operator: Operator) -> None:
+    """With nobody to read what is told the run still ends as asked, with its status and result."""
+    operator.job(f"name: gone\nroles:\n  trainer: {role(FOREVER)}\n")
+    process = operator.start("up", "job.yaml", "--yes", "--json", "--out", "out")
+    operator.wait_for(lambda: len(operator.processes()) >= 2)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert json.loads(out)["outcome"] == "interrupted"
+    operator.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_anything_is_rented_is_told(
+    operator: Operator, number: signal.Signals
+) -> None:
+    """Also while the job file is read a signal means status 130 and an error that can be parsed."""
+    os.mkfifo(operator.home / "job.yaml")
+    process = operator.start("up", "job.yaml", "--yes", "--json")
+    with (operator.home / "job.yaml").open("w"):  # returns when paceline reads
+        process.send_signal(number)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert json.loads(out)["error"]["kind"] == "INTERRUPTED"
+    assert err.strip() == "paceline: stopped"
+
+
+def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> None:
+    """Tokens, and copies on the way to a machine, do not outlive the clean-up after kill -9."""
+    setup = role("true", setup="exec sleep 300")
+    operator.job(f"name: nine\nrefit: {{model: m}}\nroles:\n  trainer: {setup}\n")
+    process = operator.start("up", "job.yaml", "--yes", "--run-id", "nine")
+    operator.wait_for(operator.sleeping)
+    run_dir = operator.state / "runs" / "nine"
+    (run_dir / "kit-x" / "secrets").mkdir(parents=True)  # killed while it was copied
+    process.kill()
+    process.communicate()
+    assert (run_dir / "tokens.json").exists()
+    assert operator.type("gc", "--yes")[0] == 0
+    left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
+    assert left == {"owner.lock"}
+    operator.assert_nothing_left()
+
+
+def test_a_report_that_was_changed_hides_no_status(operator: Operator) -> None:
+    """A report belongs to the user: what became of it is said, and the record is shown."""
+    operator.job(f"name: short\nroles:\n  task: {role('true')}\n")
+    assert operator.type("up", "job.yaml", "--yes", "--run-id", "short", "--out", "out")[0] == 0
+    (operator.home / "out" / "report.json").write_bytes(b"{\xff")
+    status, out, err = operator.type("status", "short", "--json")
+    assert (status, json.loads(out)["state"], json.loads(out)["summary"]) == (0, "succeeded", None)
+    assert "is not a report any more" in err

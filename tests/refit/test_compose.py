@@ -20,11 +20,12 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("url", ["", "memory:x", "sqlite", "sqlite:", "redis://x"])
+@pytest.mark.parametrize("url", ["", "memory:x", "sqlite", "sqlite:", "http://secret@x"])
 def test_a_url_that_names_no_store_is_a_usage_error(url: str) -> None:
     """The message shows what there is."""
-    with pytest.raises(UsageError, match="memory or sqlite:PATH"):
+    with pytest.raises(UsageError, match="memory, sqlite:PATH or redis://") as caught:
         compose.open_store(url, clock=FakeClock())
+    assert "secret" not in str(caught.value)
 
 
 def test_both_stores_open(tmp_path: Path) -> None:

@@ -26,7 +26,14 @@ from paceline.refit.generators.protocol import (
     InstalledVersion,
     Sampling,
 )
-from paceline.refit.model import InstalledReport
+from paceline.refit.model import (
+    InstalledReport,
+    VersionDescription,
+    VersionRequest,
+    WeightPayloadFormat,
+    WorkerRegistration,
+    WorkerRole,
+)
 from paceline.refit.rollouts import (
     EngineFailedError,
     Fleet,
@@ -34,12 +41,14 @@ from paceline.refit.rollouts import (
     RolloutConfig,
     choose_engine,
     explain_none,
+    fleet_of,
     parse_choices,
 )
 from paceline.refit.serving.app import ServingParts, build_app
 from paceline.refit.serving.server import EngineServer
 from paceline.system import system_clock
 from paceline.testing.clock import FakeClock
+from paceline.testing.fakes.control_plane import FakeControlPlane
 from paceline.testing.fakes.generator import FakeGenerator
 
 TOKEN = "data-token-of-a-test"  # noqa: S105
@@ -347,3 +356,41 @@ def test_bad_answers(answer: bytes) -> None:
     """An answer that does not add up counts as a failure of its engine."""
     with pytest.raises(EngineFailedError, match="engine a"):
         parse_choices(answer, worker_id="a")
+
+
+def test_engines_of_other_runs_are_no_part_of_the_fleet() -> None:
+    """Two runs of one model share a control service; each gets tokens of its own weights only."""
+    control = FakeControlPlane(clock=FakeClock())
+    for worker_id, version_id in (("g-a", "a-000004"), ("g-b", "b-000000"), ("g-new", "")):
+        control.register_worker(
+            WorkerRegistration(worker_id=worker_id, role=WorkerRole.GENERATOR, model_name="m"),
+            ttl_seconds=60,
+        )
+        control.report_installed(report(worker_id, "http://x", version_id=version_id))
+    for run_id, uid in (("a", "a-000004"), ("b", "b-000000")):
+        control.create_version(
+            VersionRequest(
+                uid=uid,
+                model_name="m",
+                idempotency_key=uid,
+                payload_format=WeightPayloadFormat.FULL_TENSOR,
+                expected_source_slots=("s",),
+            )
+        )
+        control.describe_version(uid, description(run_id))
+    found = fleet_of(control, model_name="m", run_id="b")()
+    assert [each.worker_id for each in found.reports] == ["g-b", "g-new"]
+
+
+def description(run_id: str) -> VersionDescription:
+    return VersionDescription(
+        run_id=run_id,
+        sequence=0,
+        step=0,
+        root_digest="aa",
+        parent_root=None,
+        payload_bytes=1,
+        full_bytes=1,
+        changed_elements=1,
+        total_elements=1,
+    )

@@ -1,7 +1,7 @@
 """Renting over a fake provider with a bill: order of writes, failures, proof of the end."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,15 +10,17 @@ from paceline.core.errors import DeadlineExceededError, UsageError
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
     BackendError,
+    GoneUnrecordedError,
     IllegalMoveError,
     NoOffersError,
     NotProvenGoneError,
 )
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.model import InstanceHandle, Offer, OfferConstraints
-from paceline.rental.orchestrator import FindingKind, Orchestrator, RentRequest
-from paceline.rental.records import Machine
+from paceline.rental.orchestrator import Orchestrator, RentRequest
+from paceline.rental.records import FindingKind, Machine
 from paceline.store.memory import MemoryStore
+from paceline.store.protocol import Record, StoreError
 from paceline.telemetry.events import EVENT_FIELDS
 from paceline.testing.clock import FakeClock
 from paceline.testing.fakes.backend import FakeBackend, Fault, ListingFakeBackend
@@ -381,3 +383,38 @@ def test_an_adapter_written_against_the_seed_alone_works(world: World) -> None:
     assert orchestrator.reconcile() == ()
     orchestrator.destroy(machine)
     assert orchestrator.machines() == ()
+
+
+class FailingStore(MemoryStore):
+    """A store whose disk is full, and then gone, when a test says so."""
+
+    is_full = False
+    is_gone = False
+
+    def list(self, prefix: str) -> Sequence[Record]:
+        if self.is_gone:
+            raise StoreError("the disk is gone")
+        return super().list(prefix)
+
+    def commit(self, *, expect: Mapping[str, int], writes: Mapping[str, bytes | None]) -> None:
+        if self.is_full:
+            raise StoreError("the disk is full")
+        super().commit(expect=expect, writes=writes)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_record_that_fails_keeps_no_machine_billing(world: World, *, is_gone: bool) -> None:
+    """The machine goes and is seen gone; what is left is a record to mend, and gc mends it."""
+    store = FailingStore(clock=world.clock)
+    world.store = store
+    world.orchestrator = world.new_process()
+    machine = world.rent()
+    store.is_full, store.is_gone = True, is_gone
+    with pytest.raises(GoneUnrecordedError, match="gone, but that is not on record"):
+        world.orchestrator.destroy(machine)
+    assert world.fake.billing() == []
+    store.is_full = store.is_gone = False
+    assert world.states() == [MachineState.RUNNING]
+    world.clock.sleep(1000)
+    world.orchestrator.reconcile(run_id="run-1")
+    assert world.orchestrator.machines() == ()

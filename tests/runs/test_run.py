@@ -11,6 +11,7 @@ from paceline.core.errors import ExitStatus
 from paceline.rental import (
     BackendAdapter,
     ExitCode,
+    GoneUnrecordedError,
     InstanceHandle,
     InstanceStatus,
     NoOffersError,
@@ -30,6 +31,7 @@ from paceline.runs.outcome import RunResult
 from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
 from paceline.runs.run import Limits, RunDriver, RunParts
+from paceline.store.protocol import StoreError
 from paceline.system import system_clock
 
 
@@ -40,6 +42,8 @@ class FakeCloud:
 
     def __init__(self) -> None:
         self.alive: dict[str, Machine] = {}
+        self.written: list[Machine] = []
+        """Gone, and on record still."""
         self.num_rented = 0
         self.usd = 0.0
         self.commands: dict[str, Callable[[str], int]] = {}
@@ -49,6 +53,12 @@ class FakeCloud:
         self.rent_gate.set()
         self.ended: dict[str, threading.Event] = {}
         self.never_gone: set[str] = set()
+        self.unwritable: GoneUnrecordedError | None = None
+        """Raised when a machine has gone, which then stays on record."""
+        self.unreadable: StoreError | None = None
+        self.is_bare = False
+        """Machines have no files."""
+        self.broken_copy: RemoteCommandError | None = None
 
     # what a run asks of the rental half
 
@@ -82,6 +92,9 @@ class FakeCloud:
         if known is not None and known.role in self.never_gone:
             raise NotProvenGoneError(f"{label} is still there")
         self.lose(label)
+        if self.unwritable is not None and known is not None:
+            self.written.append(known)
+            raise self.unwritable
 
     def lose(self, label: str) -> None:
         """Make a machine vanish, with what runs on it."""
@@ -89,7 +102,10 @@ class FakeCloud:
             self.ended[label].set()
 
     def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
-        return tuple(m for m in self.alive.values() if run_id in {None, m.run_id})
+        if self.unreadable is not None:
+            raise self.unreadable
+        on_record = (*self.alive.values(), *self.written)
+        return tuple(m for m in on_record if run_id in {None, m.run_id})
 
     def cost_usd(self, run_id: str) -> float:
         return self.usd
@@ -129,7 +145,7 @@ class FakeCloud:
         timeout_s: int | None = None,
     ) -> ExitCode:
         machine = self._reach(h)
-        code = 0
+        code = int(self.is_bare and command.startswith("test -e"))
         if "stop.sh" in command:
             self.ended[h.label].set()
         elif "start.sh" in command:
@@ -146,6 +162,10 @@ class FakeCloud:
         excludes: Iterable[str] = (),
     ) -> None:
         self._reach(h)
+        if self.broken_copy is not None:
+            raise self.broken_copy
+        if self.is_bare:
+            raise RemoteCommandError(f"{src} does not exist; nothing was copied")
         if src.endswith("/logs"):
             (dst / f"{self.alive[h.label].role}-0.log").write_text("said something\n")
 
@@ -210,6 +230,7 @@ class World:
                 env_of=lambda slot, name: {},
                 credentials_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
+                scratch=self.out,
             )
         )
         parts = RunParts(
@@ -337,3 +358,62 @@ def test_what_happened_is_in_the_journal(tmp_path: Path) -> None:
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     names = [line.partition('"event": "')[2].partition('"')[0] for line in lines]
     assert names == ["role.started", "role.exited", "run.finished"]
+
+
+def test_whoever_watches_may_go_away(tmp_path: Path) -> None:
+    """A terminal that is closed ends neither the run nor its teardown."""
+    world = World(tmp_path, TRAINER, ROLLOUT)
+    world.cloud.commands = {"trainer": lambda label: 0, "rollout": world.cloud.until_ended}
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    world.notes.on_note = closed
+    result = world.execute()
+    assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.OK)
+    assert world.cloud.alive == {}
+    assert "watcher.lost" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_machine_that_cannot_be_written_off_is_not_waited_for(tmp_path: Path) -> None:
+    """Gone is gone, also when the disk is full: the run ends at once and says what is missing."""
+    world = World(tmp_path, TRAINER)
+    world.cloud.commands = {"trainer": lambda label: 0}
+    world.cloud.unwritable = GoneUnrecordedError("machine x is gone, but that is not on record")
+    result = world.execute()
+    assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.PREFLIGHT)
+    assert "is gone, but that is not on record" in result.message
+
+
+def test_a_record_that_cannot_be_read_holds_no_teardown_up(tmp_path: Path) -> None:
+    """Without the record the machines that this run rented are ended all the same."""
+    world = World(tmp_path, TRAINER)
+
+    def trainer(label: str) -> int:
+        world.cloud.unreadable = StoreError("store: the disk fails")
+        return 0
+
+    world.cloud.commands = {"trainer": trainer}
+    world.cloud.unwritable = GoneUnrecordedError("gone, but not on record")
+    result = world.execute()
+    assert result.status is ExitStatus.PREFLIGHT
+    assert world.cloud.alive == {}
+
+
+def test_what_a_machine_does_not_have_yet_is_not_missed(tmp_path: Path) -> None:
+    """A run that is stopped before its machines are set up complains of no lost artifacts."""
+    world = World(tmp_path, TRAINER, ROLLOUT)
+    world.cloud.is_bare = True
+    world.cloud.refuse = {"rollout": NoOffersError("nothing fits")}
+    result = world.execute()
+    assert "artifacts" not in result.message
+
+
+def test_artifacts_that_fail_at_once_are_missed(tmp_path: Path) -> None:
+    """A pull that has failed before it is waited for is told like any other."""
+    world = World(tmp_path, TRAINER, replace(ROLLOUT, count=3))
+    world.cloud.commands = {"trainer": lambda label: 0, "rollout": world.cloud.until_ended}
+    world.cloud.broken_copy = RemoteCommandError("no space left")
+    result = world.execute()
+    assert result.status is ExitStatus.PREFLIGHT
+    assert result.message.count("no space left") == 4

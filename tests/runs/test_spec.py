@@ -267,3 +267,18 @@ def _is_job_or_error(data: bytes) -> None:
     assert found
     assert all(problem.line >= 1 and problem.message for problem in found)
     assert max(problem.line for problem in found) <= len(data) + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'name: a\nroles:\n  t: {backend: local, gpu: cpu-1x, run: "echo \\ud800"}\n',
+        'name: a\nroles:\n  t: {backend: local, gpu: cpu-1x, run: x, env: {A: "\\udfff"}}\n',
+        'name: a\nroles:\n  "\\ud800": {backend: local, gpu: cpu-1x, run: x}\n',
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(text: str) -> None:
+    """YAML can spell what no file and no program takes; it is not found out on a machine."""
+    [said] = problems(text)
+    assert said.startswith("job.yaml:3: ")
+    assert "lone surrogate" in said

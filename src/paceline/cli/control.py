@@ -5,10 +5,21 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import TypedDict, Unpack
 
 import click
 
-from paceline.core.errors import ExitStatus
+from paceline.core.errors import ExitStatus, UsageError
+
+
+class _ServeOptions(TypedDict):
+    listen: str
+    store: str
+    token_file: Path
+    tls_cert: Path | None
+    tls_key: Path | None
+    insecure_plaintext: bool
+    metrics_listen: str | None
 
 
 @click.group()
@@ -24,7 +35,7 @@ def control() -> None:
     "--store",
     default="memory",
     show_default=True,
-    help="memory, or sqlite:PATH to outlive restarts.",
+    help="memory; sqlite:PATH to outlive restarts; redis://HOST:PORT/DB to share.",
 )
 @click.option(
     "--token-file",
@@ -36,23 +47,34 @@ def control() -> None:
     "--create-tokens", is_flag=True, help="Write fresh tokens if the file does not exist."
 )
 @click.option(
+    "--tls-cert", type=click.Path(path_type=Path), help="PEM certificate chain to serve with."
+)
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Its PEM private key.")
+@click.option(
     "--insecure-plaintext", is_flag=True, help="Admit an address that other machines reach."
+)
+@click.option("--metrics-listen", help="HOST:PORT for Prometheus; default: no metrics.")
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="How long to say NOT_SERVING before ending, for balancers.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object.")
 def serve(
-    *,
-    listen: str,
-    store: str,
-    token_file: Path,
-    create_tokens: bool,
-    insecure_plaintext: bool,
-    as_json: bool,
+    *, create_tokens: bool, drain_s: float, as_json: bool, **options: Unpack[_ServeOptions]
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; print the address once it answers."""
+    """Serve until SIGTERM or Ctrl-C; print the address once it answers. Logs are JSON lines."""
     from paceline.refit import compose
+    from paceline.refit.control.tls import TlsFiles
+    from paceline.telemetry.log import log_as_json
 
-    if create_tokens and not token_file.exists():
-        compose.create_token_file(token_file)
+    certificate, key = options["tls_cert"], options["tls_key"]
+    if (certificate is None) is not (key is None):
+        raise UsageError("--tls-cert and --tls-key go together")
+    if create_tokens and not options["token_file"].exists():
+        compose.create_token_file(options["token_file"])
     stopping = threading.Event()
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -60,13 +82,19 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    log_as_json()
     service = compose.start_control_server(
-        token_file=token_file, store=store, listen=listen, allow_plaintext=insecure_plaintext
+        token_file=options["token_file"],
+        store=options["store"],
+        listen=options["listen"],
+        allow_plaintext=options["insecure_plaintext"],
+        tls=TlsFiles(certificate=certificate, key=key) if certificate and key else None,
+        metrics_listen=options["metrics_listen"],
     )
     try:
-        shown = {"address": service.address}
+        shown = {"address": service.address, "metrics": service.metrics_address}
         click.echo(json.dumps(shown) if as_json else f"control service at {service.address}")
         stopping.wait()
     finally:
-        service.stop()
+        service.stop(drain_s=drain_s)
     return int(ExitStatus.OK)

@@ -4,15 +4,20 @@ Nothing heavy is imported here: ``paceline --help`` reads the table alone.
 """
 
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from types import FrameType
 
 import click
 
 from paceline import __version__
+from paceline.cli.streams import ReaderGoneError, guard_streams
 from paceline.core.errors import ExitStatus, PacelineError
+from paceline.core.text import printable
 
 VERBS: dict[str, tuple[str, str]] = {
     "up": ("paceline.cli.up:up", "Run a job file: rent, train, roll out, report, tear down."),
@@ -65,6 +70,8 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit status."""
+    guard_streams()
+    _stop_on_signals()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -73,14 +80,26 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in argv[: argv.index("--")] if "--" in argv else "--json" in argv
     try:
         status = cli.main(args=list(argv), prog_name="paceline", standalone_mode=False)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; a second error at exit would say so again.
-        sys.stderr.close()
-        return ExitStatus.OK
+    except ReaderGoneError:
+        return ExitStatus.OK  # whoever read our output has seen enough
     except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last place that can tell
         message, kind = explain(exc)
         return _tell(message, kind, as_json)
     return int(status) if isinstance(status, int) else ExitStatus.OK
+
+
+def _stop_on_signals() -> None:
+    """Let SIGTERM and SIGHUP unwind as Ctrl-C does, until a verb that lasts takes them over.
+
+    One that is ignored stays so: that is what nohup is for.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 def explain(exc: BaseException) -> tuple[str, ExitStatus]:
@@ -103,6 +122,7 @@ def explain(exc: BaseException) -> tuple[str, ExitStatus]:
 def _tell(message: str, status: ExitStatus, as_json: bool) -> int:  # noqa: FBT001
     if as_json:
         error = {"error": {"message": message, "exit_status": int(status), "kind": status.name}}
-        click.echo(json.dumps(error))
-    click.echo(f"paceline: {message}", err=True)
+        with suppress(ReaderGoneError):  # the status still says it
+            click.echo(json.dumps(error))
+    click.echo(printable(f"paceline: {message}"), err=True)
     return int(status)

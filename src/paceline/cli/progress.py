@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.core.text import printable
 from paceline.runs.charts import bytes_text
 from paceline.runs.plan import Phase, SlotView
 from paceline.runs.queries import (
@@ -43,7 +44,7 @@ class PlainWatcher(Watcher):
 
     def note(self, text: str) -> None:
         """Print it."""
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
 
     def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
         """Print the steps that are new and whose version every engine has, or skipped."""
@@ -80,7 +81,7 @@ class LiveWatcher(Watcher):
 
     def note(self, text: str) -> None:
         """Print it above the table."""
-        self._live.console.print(Text(text, style="dim"))
+        self._live.console.print(Text(printable(text), style="dim"))
 
     def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
         """Draw the present state."""

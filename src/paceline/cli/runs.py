@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.text import printable
 from paceline.rental import InstanceState, NotProvenGoneError, backend_names
 from paceline.rental.records import Machine
 from paceline.runs import compose
@@ -47,7 +48,7 @@ def status(*, run_id: str, as_json: bool) -> None:
         return
     for key, value in found.items():
         if key not in {"machines", "summary"} and value is not None:
-            click.echo(f"{key:<12} {value}")
+            click.echo(printable(f"{key:<12} {value}"))
     _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
 
 
@@ -144,9 +145,6 @@ def _left_over_json(machine: LeftOver) -> dict[str, object]:
 def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
     pid = owner_pid(services.run_dir(record.run_id))
     state = record.outcome.value if record.outcome else ("running" if pid else "left behind")
-    summary = None
-    if record.report is not None and Path(record.report).is_file():
-        summary = json.loads(Path(record.report).read_text(encoding="utf-8"))
     return {
         "run_id": record.run_id,
         "state": state,
@@ -155,8 +153,19 @@ def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
         "out": record.out,
         "report": record.report,
         "cost_usd": services.rental.cost_usd(record.run_id),
-        "summary": summary,
+        "summary": _summary(record),
     }
+
+
+def _summary(record: RunRecord) -> object:
+    """Return what the report says; it is the user's file, who may have moved or changed it."""
+    if record.report is None or not Path(record.report).is_file():
+        return None
+    try:
+        return json.loads(Path(record.report).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        click.echo(printable(f"{record.report} is not a report any more: {exc}"), err=True)
+        return None
 
 
 def _pulled_roles(record: RunRecord) -> set[str]:

@@ -30,23 +30,57 @@ CRASH_LOOK_S = 0.5
 @click.option("--threads", default=1, help="Threads of the math library.")
 @click.option("--max-batch", default=32, help="Choices generated together.")
 @click.option("--max-waiting", default=256, help="Prompts in the queue; more are refused.")
-@click.option("--host", envvar="PACELINE_HOST", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--host",
+    envvar="PACELINE_HOST",
+    show_envvar=True,
+    default="127.0.0.1",
+    help="Address to listen on.",
+)
 @click.option("--port", default=0, help="Port to listen on; 0 takes a free one.")
-@click.option("--control", envvar="PACELINE_CONTROL", required=True, help="HOST:PORT.")
+@click.option(
+    "--control", envvar="PACELINE_CONTROL", show_envvar=True, required=True, help="HOST:PORT."
+)
 @click.option(
     "--credentials",
     envvar="PACELINE_CREDENTIALS",
+    show_envvar=True,
     type=click.Path(path_type=Path),
     required=True,
     help="This process's credentials file, mode 0600.",
 )
-@click.option("--model-name", envvar="PACELINE_MODEL", required=True, help="As the run calls it.")
-@click.option("--run-id", envvar="PACELINE_RUN_ID", required=True, help="Whose versions to follow.")
-@click.option("--role", envvar="PACELINE_ROLE", default="rollout", help="Role in the job file.")
-@click.option("--index", envvar="PACELINE_INDEX", default=0, help="Which process of the role.")
+@click.option(
+    "--model-name",
+    envvar="PACELINE_MODEL",
+    show_envvar=True,
+    required=True,
+    help="As the run calls it.",
+)
+@click.option(
+    "--run-id",
+    envvar="PACELINE_RUN_ID",
+    show_envvar=True,
+    required=True,
+    help="Whose versions to follow.",
+)
+@click.option(
+    "--role",
+    envvar="PACELINE_ROLE",
+    show_envvar=True,
+    default="rollout",
+    help="Role in the job file.",
+)
+@click.option(
+    "--index",
+    envvar="PACELINE_INDEX",
+    show_envvar=True,
+    default=0,
+    help="Which process of the role.",
+)
 @click.option(
     "--max-staleness",
     envvar="PACELINE_MAX_STALENESS",
+    show_envvar=True,
     type=click.IntRange(min=0),
     default=None,
     help="Versions behind the newest at which it refuses to serve; default: no limit.",

@@ -2,16 +2,22 @@
 
 import json
 import shlex
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.progress import is_interactive, watcher_for
+from paceline.cli.streams import ReaderGoneError
 from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.text import printable
 from paceline.rental import backend_names
 from paceline.runs import compose
+from paceline.runs.charts import bytes_text
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
 from paceline.runs.offers import PlanRow, plan_rows, total_dph
@@ -109,7 +115,8 @@ def _execute(
         result = compose.execute(services, order, watcher=watcher)
     finally:
         watcher.close()
-    _show_result(result, as_json=as_json, is_short=stream)
+    with suppress(ReaderGoneError):  # the status is the run's, whoever reads what it says
+        _show_result(result, as_json=as_json, is_short=stream)
     return result.status
 
 
@@ -152,14 +159,31 @@ def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
 
 def _show_result(result: RunResult, *, as_json: bool, is_short: bool) -> None:
     if result.status is not ExitStatus.OK:
-        click.echo(f"paceline: {result.message}", err=True)
+        click.echo(printable(f"paceline: {result.message}"), err=True)
     if as_json:
         error = {} if result.status is ExitStatus.OK else {"error": result.message}
         click.echo(json.dumps({**result.summary, "exit_status": int(result.status), **error}))
         return
     found = result.summary
+    if found["versions_published"]:
+        click.echo(weights_line(found))
     where = f"report {found['html']}"
     click.echo(f"{found['outcome']} after {found['wall_s']} s; {where}", err=is_short)
+
+
+def weights_line(found: Mapping[str, Any]) -> str:
+    """Return what became of the weights as one line."""
+    parts = [
+        f"{found['versions_published']} versions on {len(found['engines'])} engines",
+        f"{found['mismatches']} digest mismatches",
+    ]
+    if found["full_bytes"]:
+        share = found["delta_bytes"] / found["full_bytes"]
+        parts.append(f"deltas {bytes_text(found['delta_bytes'])}, {share:.1%} of full weights")
+    if found["reward_first5"] is not None:
+        rewards = f"{found['reward_first5']:.3f} to {found['reward_last5']:.3f}"
+        parts.append(f"mean reward from {rewards} (first and last 5 steps)")
+    return "; ".join(parts)
 
 
 def _show_logs() -> None:

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from paceline.refit.control.protocol import ControlPlane
+from paceline.core.errors import ExitStatus
+from paceline.core.text import printable
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -16,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 10.0
 DIGEST_CHARS = 12
 """Enough of a root digest to compare by eye; --json has all of it."""
+WIDTH_MAX = 1000
+"""Of a table; a terminal breaks the lines that are too long for it."""
 
 
 @click.group()
@@ -36,6 +41,11 @@ def _connection(command: F) -> F:
             "--credentials",
             type=click.Path(path_type=Path),
             help="A role's credentials file; default: where PACELINE_CREDENTIALS points.",
+        ),
+        click.option(
+            "--ca",
+            type=click.Path(path_type=Path),
+            help="PEM certificate to trust, over TLS; default: where PACELINE_CONTROL_CA points.",
         ),
         click.option("--insecure-plaintext", is_flag=True, help="Admit an address elsewhere."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
@@ -82,6 +92,7 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
         click.echo(json.dumps({"version": asdict(version), **parts}))
         return
     _print_table(("field", "value"), _fields(version))
+    click.echo()
     _print_table(
         ("slot", "worker", "tensors", "bytes", "manifest"),
         [
@@ -95,10 +106,39 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
             for s in shards
         ],
     )
+    click.echo()
     _print_table(
         ("lease", "reader", "expires (unix ms)"),
         [(le.lease_id, le.worker_id, str(le.expires_at_unix_ms)) for le in leases],
     )
+
+
+@versions.command()
+@click.argument("uid")
+@_connection
+def verify(*, uid: str, as_json: bool, **connection: Any) -> int:
+    """Check that a version can be installed from nothing; exit status 50 if it cannot.
+
+    Looks at its chain back to a full version: every one READY, described, on the root digest
+    that it names, every slot offered. With --credentials every manifest is fetched and compared
+    with its advertised digest too.
+    """
+    from paceline.refit import compose
+
+    plane = _connect(**connection)
+    given = connection["credentials"]
+    token = compose.load_credentials(given).data_token if given else None
+    try:
+        problems = compose.verify_version(plane, uid, data_token=token)
+    finally:
+        plane.close()
+    if as_json:
+        click.echo(json.dumps({"version": uid, "ok": not problems, "problems": list(problems)}))
+    elif problems:
+        _print_table(("problem",), [(problem,) for problem in problems])
+    else:
+        click.echo(f"{uid} can be installed from nothing")
+    return int(ExitStatus.REFIT_FAILED if problems else ExitStatus.OK)
 
 
 def _connect(
@@ -107,7 +147,8 @@ def _connect(
     token_file: Path | None,
     credentials: Path | None,
     insecure_plaintext: bool,
-) -> ControlPlane:
+    ca: Path | None,
+) -> ControlClient:
     from paceline.refit import compose
 
     token = None if token_file else compose.load_credentials(credentials).control_token
@@ -117,6 +158,7 @@ def _connect(
         token_file=token_file,
         timeout_s=TIMEOUT_S,
         allow_plaintext=insecure_plaintext,
+        trusted_file=ca,
     )
 
 
@@ -142,18 +184,26 @@ def _fields(version: WeightVersion) -> Sequence[Sequence[str]]:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table as wide as what is in it: names that are cut name nothing."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns)
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
     for row in rows:
         # Text, because names come from outside and must not be read as markup.
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console(width=WIDTH_MAX)
+    needed = Measurement.get(console, console.options, table).maximum
+    console.print(table, width=needed, crop=False, soft_wrap=True)

@@ -205,6 +205,8 @@ class InstalledReport:
     """From seeing the version READY to serving it."""
     pause_ms: float
     """How long no forward pass could start."""
+    verified: str = ""
+    """How the root digest was proven, a word of the reporter's; empty for not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,60 @@ class Event:
     fields: dict[str, object]
     index: int = 0
     """Position in the service's list, from 1; set by the service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionChanges:
+    """What happened to a model's versions since a revision."""
+
+    revision: int
+    """Of the model: grows with every change of one of its versions."""
+    versions: tuple[WeightVersion, ...] = ()
+    """As they are now, in the order of creation."""
+    removed: tuple[str, ...] = ()
+    """Uids that are gone."""
+    reset: bool = False
+    """The versions are all there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """One artefact that leads from a base to a target, over several versions perhaps."""
+
+    base_version_id: str
+    target_version_id: str
+    payload_bytes: int
+    digest: str
+    """Of the artefact's bytes."""
+    uri: str
+    """Where it is fetched."""
+    created_at_unix_ms: int = 0
+    """Set by the service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """Which READY versions of a model stay; see retention.plan_releases."""
+
+    keep_last: int = 0
+    """The newest that stay; 0: the service retires nothing by itself."""
+    anchors_every: int = 0
+    """Older full versions whose sequence is a multiple of this stay; 0: none does."""
+    anchor_cost: float = 0.0
+    """Older full versions stay where the deltas since the one before weigh so many times as much
+    as a full version; 0: none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """A version that is gone; its name is not used again while this is kept."""
+
+    uid: str
+    model_name: str
+    removed_at_unix_ms: int
+    object_storage: ObjectStorageSource | None = None
+    is_collected: bool = True
+    """Its object has been removed, or there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,12 +96,19 @@ class RolloutConfig:
 
 
 def fleet_of(control: ControlPlane, *, model_name: str, run_id: str) -> Callable[[], Fleet]:
-    """Return a function that asks the control service who serves the model and what is newest."""
+    """Return a function that asks the control service who serves the run and what is newest.
+
+    Engines of other runs may serve the same model: whoever has installed something that is no
+    version of this run is left out.
+    """
 
     def ask() -> Fleet:
         versions = control.list_versions(model_name, run_id=run_id)
+        ours = {"", *(version.uid for version in versions)}
+        reports = control.list_installed(model_name)
         return Fleet(
-            reports=tuple(control.list_installed(model_name)), newest=newest_sequence(versions)
+            reports=tuple(report for report in reports if report.version_id in ours),
+            newest=newest_sequence(versions),
         )
 
     return ask

@@ -186,3 +186,9 @@ class ServerError(AmbiguousError):
 
 class GarbageError(AmbiguousError):
     """The answer is not what the provider documents: a proxy's page, half a body, another type."""
+
+
+class GoneUnrecordedError(BackendError):
+    """A machine was seen gone and the record of it could not be written: nothing bills."""
+
+    exit_status = ExitStatus.PREFLIGHT

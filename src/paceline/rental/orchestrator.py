@@ -8,8 +8,8 @@ intent, and `reconcile` looks for its label at the provider. A machine leaves th
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from paceline.core.clock import Clock
@@ -19,6 +19,7 @@ from paceline.rental.backends.protocol import BackendAdapter, SupportsListing, S
 from paceline.rental.catalogue import parse_target
 from paceline.rental.errors import (
     BackendError,
+    GoneUnrecordedError,
     InstanceNotFoundError,
     NoOffersError,
     NotProvenGoneError,
@@ -37,11 +38,13 @@ from paceline.rental.plan import (
 )
 from paceline.rental.records import (
     LABEL_PREFIX,
+    Finding,
+    FindingKind,
     Machine,
     make_label,
     offer_summary,
 )
-from paceline.store.protocol import Store
+from paceline.store.protocol import Store, StoreError
 
 _LISTING_LAG_S = 900.0
 """How late a listing may be where the backend does not say; longer than any seen."""
@@ -67,34 +70,6 @@ class RentRequest:
     image: str
     ssh_pubkey_path: Path
     boot_timeout_s: int = 1200
-
-
-class FindingKind(StrEnum):
-    """What `reconcile` found out about a machine."""
-
-    ADOPTED = "adopted"
-    """Its create call was not answered, and it exists: its id is on record now."""
-    NEVER_CREATED = "never_created"
-    """Its create call was not answered, and nothing came of it."""
-    GONE = "gone"
-    """It was on record as there and does not exist any more."""
-    CAME_BACK = "came_back"
-    """It was thought gone and exists: it is on record again."""
-    NOT_PROVEN = "not_proven"
-    """Nobody can say yet whether it exists; it stays on record."""
-    STRAY = "stray"
-    """It bears a label of ours and is on no record here: another computer's, or lost with one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that `reconcile` found."""
-
-    kind: FindingKind
-    label: str
-    backend: str
-    instance: InstanceHandle | None
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +149,16 @@ class Orchestrator:
     def destroy(self, machine: Machine | str) -> None:
         """End a machine on record and see it gone; one that is over already is left as it is.
 
+        A record that cannot be read or written holds nothing up: a machine that goes on billing
+        because a disk is full is the worse of the two.
+
         Raises:
             UsageError: no such machine on record.
             NotProvenGoneError: it may still bill; it stays on record and destroying again is safe.
+            GoneUnrecordedError: it is gone, and only the record does not say so yet.
+            StoreError: the record cannot be read, and only a label was given.
         """
-        found = self._ledger.find(machine if isinstance(machine, str) else machine.label)
+        found = self._find(machine)
         if is_over(found.state):
             return
         if found.instance is None:
@@ -187,7 +167,9 @@ class Orchestrator:
                 return
         handle = found.handle
         if found.state is not MachineState.ENDING:
-            found = self._ledger.move(found, MachineState.ENDING)
+            # GONE follows from every state, so it does not matter whether this was written.
+            with suppress(StoreError):
+                found = self._ledger.move(found, MachineState.ENDING)
         try:
             self._backend(found.backend).teardown(handle)
         except InstanceNotFoundError:
@@ -195,7 +177,22 @@ class Orchestrator:
         except BackendError as exc:
             raise _not_proven_gone(found, str(exc)) from exc
         self._see_gone(found)
-        self._end(found)
+        try:
+            self._end(found)
+        except StoreError as exc:
+            raise GoneUnrecordedError(
+                f"machine {found.label} is gone, but that is not on record: {exc}. Mend that, then "
+                "run `paceline gc`"
+            ) from exc
+
+    def _find(self, machine: Machine | str) -> Machine:
+        """Return the record of a machine; if none can be read, the machine as it was handed in."""
+        if isinstance(machine, str):
+            return self._ledger.find(machine)
+        try:
+            return self._ledger.find(machine.label)
+        except StoreError:
+            return machine
 
     def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
         """Return everything on record that is not proven gone, oldest first."""

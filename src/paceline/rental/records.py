@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from paceline.core.errors import UsageError
 from paceline.rental.errors import BackendError, NotProvenGoneError
@@ -67,6 +68,39 @@ class Machine:
         return self.offer.dph * max(0.0, until_s - self.intended_at) / 3600
 
 
+class FindingKind(StrEnum):
+    """What `reconcile` found out about a machine."""
+
+    ADOPTED = "adopted"
+    """Its create call was not answered, and it exists: its id is on record now."""
+    NEVER_CREATED = "never_created"
+    """Its create call was not answered, and nothing came of it."""
+    GONE = "gone"
+    """It was on record as there and does not exist any more."""
+    CAME_BACK = "came_back"
+    """It was thought gone and exists: it is on record again."""
+    NOT_PROVEN = "not_proven"
+    """Nobody can say yet whether it exists; it stays on record."""
+    STRAY = "stray"
+    """It bears a label of ours and is on no record here: another computer's, or lost with one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that `reconcile` found."""
+
+    kind: FindingKind
+    label: str
+    backend: str
+    instance: InstanceHandle | None
+    note: str = ""
+
+
+def is_name(text: str) -> bool:
+    """Return whether ``text`` can be part of a machine's label."""
+    return _NAME.fullmatch(text) is not None
+
+
 def make_label(*, run_id: str, role: str, index: int, nonce: str) -> str:
     """Return a label that nobody used before, legal on every provider.
 
@@ -74,7 +108,7 @@ def make_label(*, run_id: str, role: str, index: int, nonce: str) -> str:
         UsageError: run or role are not lower-case letters, digits and inner dashes.
     """
     for what, name in (("run id", run_id), ("role", role)):
-        if _NAME.fullmatch(name) is None:
+        if not is_name(name):
             raise UsageError(
                 f"{what} {name!r} cannot be part of a machine's label; use up to 40 lower-case "
                 "letters, digits and inner dashes"

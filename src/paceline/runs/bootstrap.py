@@ -13,10 +13,12 @@ Tokens travel inside a file that is copied, never in a command line or an enviro
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from paceline.core.errors import PreflightError
 from paceline.rental import BackendAdapter, InstanceHandle, RemoteCommandError
 from paceline.runs.model import JobSpec, RoleSpec, Slot
 
@@ -33,7 +35,7 @@ EXCLUDES = (
     "/runs/",
 )
 """Never worth copying to a machine; a role's own ``exclude`` comes on top."""
-SETUP_LOG = "setup"
+KIT_PREFIX = "kit-"
 PREPARE_TIMEOUT_S = 60
 
 
@@ -84,32 +86,45 @@ def role_env(
     return {**role.env, **ours}
 
 
-def bootstrap(
-    backend: BackendAdapter,
-    handle: InstanceHandle,
-    *,
-    guest: Guest,
-    role: RoleSpec,
-    env: Mapping[str, str],
-    credentials: Mapping[str, str],
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kit:
+    """What one machine gets."""
+
+    role: RoleSpec
+    env: Mapping[str, str]
+    """For the setup command."""
+    credentials: Mapping[str, str] = field(repr=False)
+    scratch: Path
+    """A directory of this run alone, where credentials lie until they are copied."""
+
+
+def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, kit: Kit) -> None:
     """Put everything on the machine and run the role's setup command. Safe to repeat.
 
     Raises:
+        PreflightError: the scratch directory cannot be written.
         RemoteCommandError: setup failed; its output is in the machine's ``logs``.
         BackendError: the machine does not answer, or a copy failed.
     """
+    role = kit.role
     if role.workdir is not None:
         excludes = (*EXCLUDES, *role.exclude)
         backend.sync_to(handle, role.workdir, guest.path("work"), excludes=excludes)
-    with TemporaryDirectory(prefix="paceline-kit-") as scratch:
-        kit = Path(scratch)
-        write_kit(kit, guest=guest, role=role, credentials=credentials)
-        backend.sync_to(handle, kit, guest.run_id)
+    with ExitStack() as made:
+        try:
+            folder = TemporaryDirectory(prefix=KIT_PREFIX, dir=kit.scratch)
+            here = Path(made.enter_context(folder))
+            write_kit(here, guest=guest, role=role, credentials=kit.credentials)
+        except OSError as exc:
+            raise PreflightError(
+                f"cannot write below {kit.scratch}: {exc.strerror}; free the disk or point "
+                "PACELINE_STATE_DIR elsewhere"
+            ) from exc
+        backend.sync_to(handle, here, guest.run_id)
     _must(backend, handle, f"sh {guest.path('kit', 'prepare.sh')}", {}, PREPARE_TIMEOUT_S)
     if role.setup is not None:
         setup = f"exec sh {guest.path('kit', 'setup.sh')}"
-        _must(backend, handle, setup, env, role.setup_timeout_s)
+        _must(backend, handle, setup, kit.env, role.setup_timeout_s)
 
 
 def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, credentials: Mapping[str, str]) -> None:

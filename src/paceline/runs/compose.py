@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -10,10 +10,11 @@ from pathlib import Path
 
 from paceline import system
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError, PreflightError
+from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
 from paceline.refit.control.protocol import ControlPlane
 from paceline.rental import BackendAdapter, backend_names, load_backend
 from paceline.rental.orchestrator import Orchestrator
+from paceline.rental.records import is_name
 from paceline.runs.bootstrap import role_env
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
@@ -22,10 +23,11 @@ from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
 from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
 from paceline.runs.run import RunDriver, RunParts, Watcher
-from paceline.store.protocol import Store
+from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
 CONTROL_TIMEOUT_S = 5.0
+JOURNAL = "events.jsonl"
 TOKEN_ROLES = {
     RoleKind.TRAINER: "trainer",
     RoleKind.ROLLOUT: "generator",
@@ -128,6 +130,7 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
     Raises UsageError, PreflightError when nothing was started; what happens later is in the
     result, and on record.
     """
+    _refuse_odd_id(order.run_id)
     run_dir = services.run_dir(order.run_id)
     out = _made(order.out).resolve()
     with OwnerLock(run_dir):
@@ -143,18 +146,37 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
             with _control_for(order.job, run_dir) as control:
                 result = _drive(services, order, out=out, control=control, watcher=watcher)
         except PacelineError as exc:
-            services.ledger.abandon(record, reason=str(exc))
+            _abandon(services, record, exc)
             raise
-        services.ledger.finish(
-            replace(
-                record,
-                outcome=result.outcome,
-                reason=result.message.partition("\n")[0],
-                wall_s=_float(result.summary["wall_s"]),
-                cost_usd=_float(result.summary["cost_usd"]),
-                report=str(out / "report.json"),
-            )
+        except KeyboardInterrupt:
+            services.ledger.abandon(record, reason="stopped before anything was rented")
+            raise
+        ended = replace(
+            record,
+            outcome=result.outcome,
+            reason=result.message.partition("\n")[0],
+            wall_s=_float(result.summary["wall_s"]),
+            cost_usd=_float(result.summary["cost_usd"]),
+            report=str(out / "report.json"),
         )
+        return _recorded(services, ended, result)
+
+
+def _abandon(services: Services, record: RunRecord, cause: PacelineError) -> None:
+    try:
+        services.ledger.abandon(record, reason=str(cause))
+    except StoreError as exc:
+        raise PreflightError(f"{cause}; and the record does not say so: {exc}") from cause
+
+
+def _recorded(services: Services, ended: RunRecord, result: RunResult) -> RunResult:
+    """Put the end on record; a record that cannot be written does not cost the result."""
+    try:
+        services.ledger.finish(ended)
+    except PreflightError as exc:
+        status = exc.exit_status if result.status is ExitStatus.OK else result.status
+        message = f"{result.message}; the end of the run is not on record: {exc}"
+        return replace(result, status=status, message=message)
     return result
 
 
@@ -174,24 +196,21 @@ def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
     from paceline.refit import compose as refit_compose
 
     token_file = run_dir / "tokens.json"
-    tokens = refit_compose.create_token_file(token_file)
-    data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
-    service = refit_compose.start_control_server(
-        token_file=token_file, store=f"sqlite:{run_dir / 'control.sqlite'}", listen=job.refit.listen
-    )
-    try:
+    with ExitStack() as undo:
+        undo.callback(token_file.unlink, missing_ok=True)
+        tokens = refit_compose.create_token_file(token_file)
+        data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
+        service = refit_compose.start_control_server(
+            token_file=token_file,
+            store=f"sqlite:{run_dir / 'control.sqlite'}",
+            listen=job.refit.listen,
+        )
+        undo.callback(service.stop)
         plane = refit_compose.connect_control(
             service.address, token_file=token_file, timeout_s=CONTROL_TIMEOUT_S
         )
-        try:
-            yield _Control(
-                address=service.address, plane=plane, tokens={**tokens, "data": data_token}
-            )
-        finally:
-            plane.close()
-    finally:
-        service.stop()
-        token_file.unlink(missing_ok=True)
+        undo.callback(plane.close)
+        yield _Control(address=service.address, plane=plane, tokens={**tokens, "data": data_token})
 
 
 def _drive(
@@ -218,7 +237,7 @@ def _drive(
             text = text.replace(token, "[token]")
         return text
 
-    journal = Journal(out / "events.jsonl", clock=services.clock)
+    journal = Journal(out / JOURNAL, clock=services.clock)
     rental = _with_notices(services, journal)
     fleet = Fleet(
         FleetParts(
@@ -229,6 +248,7 @@ def _drive(
             env_of=env_of,
             credentials_of=credentials_of,
             ssh_pubkey_path=services.ssh_pubkey_path,
+            scratch=services.run_dir(run_id),
             stream=order.stream,
         )
     )
@@ -261,13 +281,25 @@ def _with_notices(services: Services, journal: Journal) -> Orchestrator:
 
 
 def _made(out: Path) -> Path:
+    """Make the directory for what a run brings back, and find out now whether it can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with (out / JOURNAL).open("a"):
+            pass
     except OSError as exc:
         raise PreflightError(
-            f"cannot make {out}: {exc.strerror}; choose another directory with --out"
+            f"cannot write below {out}: {exc.strerror}; choose another directory with --out"
         ) from exc
     return out
+
+
+def _refuse_odd_id(run_id: str) -> None:
+    """Refuse an id that cannot be a label and a directory, before either is made of it."""
+    if not is_name(run_id):
+        raise UsageError(
+            f"{run_id!r} cannot name a run; give --run-id up to 40 lower-case letters, digits and "
+            "inner dashes, or leave it away"
+        )
 
 
 def _float(value: object) -> float:

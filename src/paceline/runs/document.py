@@ -85,7 +85,7 @@ class Document:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _TextError(line, "a key must be plain text")
-            key = str(key_node.value)
+            key = _text(key_node)
             if key in seen:
                 raise _TextError(line, f"key {shown(key)} is there already, on line {seen[key]}")
             seen[key] = line
@@ -99,10 +99,21 @@ class _TextError(Exception):
         self.line = line
 
 
+def _text(node: yaml.Node) -> str:
+    """Return a scalar's text; YAML can spell half a character, which no file takes."""
+    text = str(node.value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        line = node.start_mark.line + 1
+        raise _TextError(line, f"{shown(text)} holds a lone surrogate, which is no text") from exc
+    return text
+
+
 def _scalar(node: yaml.Node) -> object:
     """Return null, booleans and numbers as such; everything else, dates too, as its text."""
     kind = node.tag.rpartition(":")[2]
-    text = str(node.value)
+    text = _text(node)
     if kind == "null":
         return None
     if kind == "bool":

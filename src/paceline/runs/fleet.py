@@ -16,14 +16,16 @@ from typing import Protocol
 from paceline.core.errors import PacelineError, PreflightError
 from paceline.rental import (
     BackendAdapter,
+    GoneUnrecordedError,
     InstanceHandle,
     InstanceNotFoundError,
     InstanceState,
+    RemoteCommandError,
     SshUnreachableError,
 )
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine
-from paceline.runs.bootstrap import Guest, bootstrap
+from paceline.runs.bootstrap import Guest, Kit, bootstrap
 from paceline.runs.model import JobSpec, RoleSpec, Slot, slots_of
 
 
@@ -35,7 +37,10 @@ class Rental(Protocol):
         ...
 
     def destroy(self, machine: Machine | str) -> None:
-        """End a machine and see it gone; idempotent. Raises NotProvenGoneError."""
+        """End a machine and see it gone; idempotent.
+
+        Raises NotProvenGoneError, or GoneUnrecordedError when it is gone and cannot be written off.
+        """
         ...
 
     def machines(self, run_id: str | None = None) -> Sequence[Machine]:
@@ -101,6 +106,8 @@ class FleetParts:
     """(slot, backend name) -> what the role is started with."""
     credentials_of: Callable[[RoleSpec], Mapping[str, str]]
     ssh_pubkey_path: Path
+    scratch: Path
+    """A directory of this run alone, for what is about to be copied to a machine."""
     stream: bool = False
     """Pass the output of roles through, beside writing it to their logs."""
 
@@ -114,6 +121,7 @@ class Fleet:
         self._machines: dict[Slot, Machine] = {}
         self._inbox: Queue[Message] = Queue()
         self._renting: set[Slot] = set()
+        self._unrecorded: dict[str, GoneUnrecordedError] = {}
         self._lock = Lock()
 
     @property
@@ -121,6 +129,12 @@ class Fleet:
         """Return the slots for which a create call may be under way."""
         with self._lock:
             return frozenset(self._renting)
+
+    @property
+    def unrecorded(self) -> Mapping[str, GoneUnrecordedError]:
+        """Return, by label, the machines that are gone although the record could not be told."""
+        with self._lock:
+            return dict(self._unrecorded)
 
     @property
     def machines(self) -> Mapping[Slot, Machine]:
@@ -131,7 +145,7 @@ class Fleet:
     def next_message(self, *, timeout_s: float) -> Message | None:
         """Return what happened next, None when nothing did for ``timeout_s``."""
         try:
-            return self._inbox.get(timeout=timeout_s)
+            return self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
         except Empty:
             return None
 
@@ -167,7 +181,11 @@ class Fleet:
         slot = Slot(role=machine.role, index=machine.index)
 
         def work() -> Message:
-            self._parts.rental.destroy(machine.label)
+            try:
+                self._parts.rental.destroy(machine)
+            except GoneUnrecordedError as exc:
+                with self._lock:
+                    self._unrecorded[machine.label] = exc
             return Ready(slot=slot)
 
         self._begin(slot, work)
@@ -210,14 +228,13 @@ class Fleet:
     def _bootstrapped(self, slot: Slot) -> Message:
         backend, handle = self._reach(slot)
         role = self._roles[slot]
-        bootstrap(
-            backend,
-            handle,
-            guest=self._guest(slot),
+        kit = Kit(
             role=role,
             env=self._parts.env_of(slot, handle.backend),
             credentials=self._parts.credentials_of(role),
+            scratch=self._parts.scratch,
         )
+        bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
         return Ready(slot=slot)
 
     def _ran(self, slot: Slot) -> Message:
@@ -261,14 +278,18 @@ class Fleet:
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise PreflightError(f"cannot make {exc.filename}: {exc.strerror}") from exc
-        backend.sync_from(handle, guest.path("logs"), out / "logs")
-        backend.sync_from(handle, guest.path("out"), mine)
+        wanted = {guest.path("logs"): out / "logs", guest.path("out"): mine}
         for path in paths:
-            there = guest.path("work", path.rstrip("/"))
-            # Roles share the list and not every role makes everything on it.
-            asked = f"test -e {shlex.quote(there)}"
-            if backend.run_remote(handle, asked, stream=False, timeout_s=30).code == 0:
-                backend.sync_from(handle, there, mine / path.rstrip("/"))
+            wanted[guest.path("work", path.rstrip("/"))] = mine / path.rstrip("/")
+        for there, here in wanted.items():
+            try:
+                backend.sync_from(handle, there, here)
+            except RemoteCommandError:
+                # A machine whose setup was cut short has nothing yet, and roles share one list of
+                # paths although not every role makes everything on it.
+                asked = f"test -e {shlex.quote(there)}"
+                if backend.run_remote(handle, asked, stream=False, timeout_s=30).code != 1:
+                    raise
         return Ready(slot=slot)
 
     def _reach(self, slot: Slot) -> tuple[BackendAdapter, InstanceHandle]:

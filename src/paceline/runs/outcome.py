@@ -49,7 +49,7 @@ def conclude(
     result itself is not lost with it.
     """
     paths = {"report": str(out / "report.json"), "html": str(out / "report.html")}
-    message, status = _message(finish, out), finish.status
+    message, status = _message(finish, out, redact), finish.status
     try:
         report = {**report_of(view, facts), **paths}
         write_atomic(out / "report.json", json.dumps(report, indent=1) + "\n")
@@ -65,16 +65,17 @@ def conclude(
     )
 
 
-def _message(finish: Finish, out: Path) -> str:
+def _message(finish: Finish, out: Path, redact: Callable[[str], str]) -> str:
     if finish.slot is None:
         return finish.reason
     log = out / "logs" / f"{finish.slot}.log"
     tail = tail_of(log)
     if not tail:
         return f"{finish.reason}; its log is empty or could not be pulled"
-    shown = "\n".join(f"  {_cut(line)}" for line in tail)
+    shown = "\n".join(f"  {_cut(redact(line))}" for line in tail)
     return f"{finish.reason}; the last lines of {log}:\n{shown}"
 
 
 def _cut(line: str) -> str:
+    """Shorten; only what is redacted already may be cut, or half a secret would stay."""
     return line if len(line) <= LINE_MAX else line[: LINE_MAX - 3] + "..."

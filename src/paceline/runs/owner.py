@@ -28,19 +28,31 @@ class OwnerLock:
         return self
 
     def _take(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise self._unusable(exc) from exc
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.write(fd, str(os.getpid()).encode())
         except BlockingIOError as exc:
             os.close(fd)
             raise PreflightError(
                 f"run {self._path.parent.name} is driven by another paceline already; "
                 "leave --run-id away, or end the other one with paceline down"
             ) from exc
-        os.ftruncate(fd, 0)
-        os.write(fd, str(os.getpid()).encode())
+        except OSError as exc:
+            os.close(fd)
+            raise self._unusable(exc) from exc
         return fd
+
+    def _unusable(self, exc: OSError) -> PreflightError:
+        return PreflightError(
+            f"cannot write {self._path}: {exc.strerror}; free the disk, mend the permissions or "
+            "point PACELINE_STATE_DIR elsewhere"
+        )
 
     def __exit__(
         self,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.core.text import printable
 from paceline.refit.model import Event, InstalledReport, WeightPayloadFormat
 
 NOTE_MAX = 80
@@ -310,7 +311,7 @@ def _whole(fields: Mapping[str, object], key: str) -> int | None:
 
 def _text(fields: Mapping[str, object], key: str) -> str | None:
     value = fields.get(key)
-    return value if isinstance(value, str) and value else None
+    return printable(value) if isinstance(value, str) and value else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -19,6 +19,7 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, InstalledReport
 from paceline.rental import NotProvenGoneError
+from paceline.rental.records import Machine
 from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
 from paceline.runs.journal import Journal
 from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
@@ -37,11 +38,14 @@ from paceline.runs.plan import (
 from paceline.runs.queries import RunView, engines_at_end, view_of
 from paceline.runs.report import RunFacts
 from paceline.runs.signals import Signals
+from paceline.store.protocol import StoreError
 
 TICK_S = 0.25
 COST_EVERY_S = 5.0
 EVENTS_PAGE = 1000
 PAGES_MAX = 100
+STOPPED = frozenset({0, 130, 143})
+"""How a role ends that was asked to: by itself, or by SIGINT or SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,7 @@ class RunDriver:
         self._pulls: list[Thread] = []
         self._is_control_down = False
         self._is_ending = False
+        self._is_unheard = False
         self._failures: list[Failed] = []
         self._bugs: list[BaseException] = []
 
@@ -146,6 +151,9 @@ class RunDriver:
                 return finish
         for slot in self._views:
             self._start(slot)
+        if len(self._views) > 1:
+            shown = f"paceline logs {self._parts.run_id} --role ROLE -f"
+            self._note(f"all roles are started; to see what one prints: {shown}")
         return self._watch()
 
     def _rent(self) -> Finish | None:
@@ -177,7 +185,7 @@ class RunDriver:
         while True:
             self._take(self._next_message())
             self._poll()
-            self._parts.watcher.progress(self._view, tuple(self._views.values()))
+            self._tell(self._show_progress)
             for action in decide(self._observe()):
                 match action:
                     case Finish():
@@ -196,7 +204,8 @@ class RunDriver:
                 view = self._views[slot]
                 self._views[slot] = replace(view, phase=Phase.EXITED, code=code)
                 self._record("role.exited", slot, code=code, attempt=view.restarts)
-                self._note(f"{slot} {ended(code)}")
+                is_stopped = self._is_ending and code in STOPPED
+                self._note(f"{slot} is stopped" if is_stopped else f"{slot} {ended(code)}")
             case Lost(slot=slot, reason=reason):
                 self._move(slot, Phase.LOST)
                 self._note(f"{slot} lost: {reason}")
@@ -208,8 +217,8 @@ class RunDriver:
             case Ready() | Broke() | None:
                 pass
 
-    def _next_message(self) -> Message | None:
-        message = self._parts.fleet.next_message(timeout_s=TICK_S)
+    def _next_message(self, *, timeout_s: float = TICK_S) -> Message | None:
+        message = self._parts.fleet.next_message(timeout_s=timeout_s)
         if isinstance(message, Broke):
             self._bugs.append(message.error)  # raised when everything is torn down
             if self._views[message.slot].phase is Phase.RUNNING:
@@ -323,8 +332,8 @@ class RunDriver:
     # The end. Each step notes what it cannot do, and the next one runs all the same.
 
     def _wind_down(self, finish: Finish) -> Finish:
-        self._note(f"ending: {finish.reason}")
         self._is_ending = True
+        self._note(f"ending: {finish.reason}")
         steps = (
             lambda: self._catch_up(finish),
             self._stop_roles,
@@ -390,6 +399,8 @@ class RunDriver:
             raise PreflightError(
                 f"artifacts were not all pulled within {self._parts.limits.pull_s:g} s"
             )
+        while message := self._next_message(timeout_s=0.0):
+            self._take(message)  # of pulls that ended before they were waited for
         missing = [failure for failure in self._failures if failure.slot not in lost]
         if missing:
             told = "; ".join(f"{failure.slot}: {failure.error}" for failure in missing)
@@ -409,7 +420,7 @@ class RunDriver:
 
         def is_gone() -> bool:
             renting, now_s = self._parts.fleet.renting, self._parts.clock.monotonic()
-            left = self._parts.rental.machines(self._parts.run_id)
+            left = self._left()
             for machine in left:
                 is_known = machine.instance is not None
                 is_coming = Slot(role=machine.role, index=machine.index) in renting
@@ -422,10 +433,23 @@ class RunDriver:
         if not self._wait(
             is_gone, self._parts.limits.gone_s + (boot_s if self._parts.fleet.renting else 0)
         ):
-            left = ", ".join(m.label for m in self._parts.rental.machines(self._parts.run_id))
+            left = ", ".join(machine.label for machine in self._left())
             raise NotProvenGoneError(
                 f"not proven gone and maybe still billing: {left}; run paceline gc --yes"
             )
+        unrecorded = self._parts.fleet.unrecorded
+        if unrecorded:
+            raise PreflightError("; ".join(map(str, unrecorded.values())))
+
+    def _left(self) -> list[Machine]:
+        """Return the machines that are not seen gone yet: by the record, else by what we rented."""
+        try:
+            known = self._parts.rental.machines(self._parts.run_id)
+        except StoreError as exc:
+            self._note(str(exc))
+            known = tuple(self._parts.fleet.machines.values())
+        unrecorded = self._parts.fleet.unrecorded
+        return [machine for machine in known if machine.label not in unrecorded]
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Take messages until ``is_done``; False when it was not in time."""
@@ -440,8 +464,25 @@ class RunDriver:
                 self._note("teardown is under way and will not be skipped")
         return True
 
+    def _show_progress(self) -> None:
+        self._parts.watcher.progress(self._view, tuple(self._views.values()))
+
     def _note(self, text: str) -> None:
-        self._parts.watcher.note(self._parts.redact(text))
+        self._tell(lambda: self._parts.watcher.note(self._parts.redact(text)))
+
+    def _tell(self, say: Callable[[], None]) -> None:
+        """Let the watcher say something; a run does not depend on anybody listening.
+
+        A terminal that was closed or a pipe whose reader left must neither end the run nor, far
+        worse, its teardown.
+        """
+        if self._is_unheard:
+            return
+        try:
+            say()
+        except OSError as exc:
+            self._is_unheard = True
+            self._parts.journal.record("watcher.lost", {"reason": str(exc)})
 
     def _result(self, finish: Finish, wall_s: float) -> RunResult:
         facts = RunFacts(

@@ -11,6 +11,7 @@ class Signals:
     """While entered, no watched signal ends the process: the first is kept, later ones counted.
 
     Teardown must not be skipped by an impatient second Ctrl-C, so nothing is ever raised here.
+    A SIGHUP that is ignored stays ignored: whoever said nohup wants the run to outlive a terminal.
     Only for the main thread.
     """
 
@@ -22,6 +23,8 @@ class Signals:
     def __enter__(self) -> Self:
         """Install the handlers."""
         for number in WATCHED:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -315,7 +315,8 @@ class _Checker:
                 self._say(
                     ("roles", name, "backend"),
                     f"{paid[0]!r} costs money and the job has no budget; "
-                    "add at the top: budget: {soft_usd: 5, hard_usd: 8}",
+                    "add at the top: budget: {soft_usd: 5, hard_usd: 8}, or to the command: "
+                    "--budget-usd 8",
                 )
             if kinds[name] is RoleKind.TRAINER and (role.restart or "never") != "never":
                 self._say(("roles", name, "restart"), "a trainer is not restarted; say never")

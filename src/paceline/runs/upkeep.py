@@ -5,6 +5,7 @@ record of this computer, are shown and left alone: another computer may be drivi
 """
 
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, SupportsListing
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
+from paceline.runs.bootstrap import KIT_PREFIX
 from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.owner import owner_pid
 
@@ -113,7 +115,14 @@ def close_ended(keeping: Keeping) -> None:
         is_over = run.outcome is not None or owner_pid(run_dir) is not None
         if not is_over and not keeping.rental.machines(run.run_id):
             keeping.ledger.abandon(run, reason="its driver went away; cleaned up afterwards")
-            (run_dir / "tokens.json").unlink(missing_ok=True)
+            _remove_secrets(run_dir)
+
+
+def _remove_secrets(run_dir: Path) -> None:
+    """Remove a killed driver's tokens, also those that were on their way to machines."""
+    (run_dir / "tokens.json").unlink(missing_ok=True)
+    for kit in run_dir.glob(f"{KIT_PREFIX}*"):
+        shutil.rmtree(kit)
 
 
 def _listed(

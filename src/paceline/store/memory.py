@@ -1,7 +1,8 @@
 """The reference store: a dict behind a lock, gone with the process."""
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.clock import Clock
 from paceline.store.protocol import ABSENT, ConflictError, Record, StoreError
@@ -12,10 +13,12 @@ class MemoryStore:
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._records: dict[str, Record] = {}
         self._last_revision = 0
         self._closed = False
+        self._undo: dict[str, Record | None] | None = None
+        """Inside a group: what was there before it."""
 
     def now_ms(self) -> int:
         """Return Unix milliseconds of the clock that was handed in."""
@@ -43,17 +46,39 @@ class MemoryStore:
             # One counter for all keys: a key that was deleted can never get an old revision back.
             self._last_revision += 1
             for key, value in writes.items():
-                if value is None:
-                    self._records.pop(key, None)
-                else:
-                    self._records[key] = Record(
-                        key=key, value=bytes(value), revision=self._last_revision
-                    )
+                if self._undo is not None:
+                    self._undo.setdefault(key, self._records.get(key))
+                self._put(
+                    key,
+                    None
+                    if value is None
+                    else Record(key=key, value=bytes(value), revision=self._last_revision),
+                )
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Let commits inside take effect together, or not at all if the body raises."""
+        with self._lock:
+            self._undo = {}
+            try:
+                yield
+            except BaseException:
+                for key, record in self._undo.items():
+                    self._put(key, record)
+                raise
+            finally:
+                self._undo = None
 
     def close(self) -> None:
         """Refuse further use; idempotent."""
         with self._lock:
             self._closed = True
+
+    def _put(self, key: str, record: Record | None) -> None:
+        if record is None:
+            self._records.pop(key, None)
+        else:
+            self._records[key] = record
 
     def _refuse_closed(self) -> None:
         if self._closed:

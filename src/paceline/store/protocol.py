@@ -7,8 +7,9 @@ rule in the control plane and the run ledger, and each implementation stays smal
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.errors import PacelineError, PreflightError
 
@@ -65,4 +66,27 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back files and connections; idempotent."""
+        ...
+
+
+@runtime_checkable
+class SupportsGroups(Protocol):
+    """A store to which many commits at once cost little more than one."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """Make the commits inside durable together, when it is left.
+
+        Calls of other threads wait. Inside, every commit is seen by what comes after it; none
+        may be told to anybody before the group is left. Groups do not nest. If leaving raises
+        StoreError or ConflictError, or the body raises, nothing inside took effect.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsPrefetch(Protocol):
+    """A store that is far enough away to be asked for many records at once."""
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Read these for the group that is open; ``get`` then has them. Raises StoreError."""
         ...

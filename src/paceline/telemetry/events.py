@@ -38,6 +38,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "role.exited": ("role", "index", "code", "attempt"),
     "role.replaced": ("role", "index", "attempt", "reason"),
     "artifacts.pulled": ("role", "index", "path"),
+    "watcher.lost": ("reason",),
     "run.finished": ("outcome", "reason", "wall_s", "cost_usd"),
 }
 """Event name -> its fields, in order; further fields are allowed, missing ones are not."""

@@ -1,9 +1,16 @@
-"""Prometheus figures of a rollout engine; the only place that knows the client library."""
+"""Prometheus figures of engines and the control service; only this knows the client library."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    start_http_server,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 GAUGES: Final[dict[str, str]] = {
@@ -18,6 +25,8 @@ GAUGES: Final[dict[str, str]] = {
     "pause_seconds": "How long no forward pass could start, last install",
 }
 """Name -> help of what is read at the moment of a scrape."""
+
+CALL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
 SECONDS_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -65,3 +74,43 @@ class EngineMetrics:
         for name, value in gauges.items():
             self._gauges[name].set(value)
         return generate_latest(self._registry)
+
+
+class ControlMetrics:
+    """Figures of one control service."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "paceline_control_calls", "Calls answered", ["call", "code"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "paceline_control_call_seconds",
+            "From a request's arrival to its answer",
+            buckets=CALL_BUCKETS,
+            registry=self._registry,
+        )
+
+    def observe(self, call: str, code: str, seconds: float) -> None:
+        """Count one call under its name and status."""
+        self._calls.labels(call=call, code=code).inc()
+        self._seconds.observe(seconds)
+
+    def render(self) -> str:
+        """Return the exposition text."""
+        return generate_latest(self._registry).decode()
+
+    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Answer scrapes over HTTP in a thread; return the real port, and what ends it.
+
+        Raises:
+            OSError: the port is taken or may not be used.
+        """
+        server, thread = start_http_server(port, addr=host, registry=self._registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return int(server.server_port), stop

@@ -291,7 +291,10 @@ class TestReaping:
         with pytest.raises(NotFoundError):
             ledger.get_version(uid)
         left = [record.key for record in store.list("")]
-        assert left == [records.VERSIONS_HEAD]
+        kept = [records.tombstone_key(uid), records.model_head_key(MODEL), records.VERSIONS_HEAD]
+        assert left == kept
+        with pytest.raises(AlreadyExistsError):
+            ledger.create_version(replace(FULL, uid=uid))
         assert ledger.create_version(FULL).uid != uid
 
     def test_only_the_newest_events_are_kept(
@@ -318,6 +321,7 @@ class TestReaping:
     ) -> None:
         """Generators that came and went do not pile up."""
         for n in range(4):
+            ledger.register_worker(replace(GENERATOR, worker_id=f"g-{n}"), ttl_seconds=TTL_S)
             ledger.report_installed(replace(REPORT, worker_id=f"g-{n}", installed_at_unix_ms=n))
         assert ledger.reap().reports == 2
         left = ledger.list_installed(MODEL, live_only=False)

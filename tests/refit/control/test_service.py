@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.control.auth import RIGHTS, FixedTokens, TokenRole
 from paceline.refit.control.client import GrpcControlPlane
-from paceline.refit.control.service import MESSAGE_BYTES_MAX, ControlServer
+from paceline.refit.control.pacing import ServiceLimits
+from paceline.refit.control.service import ControlServer, ServiceOptions
 from paceline.refit.errors import (
     AccessRefusedError,
     ControlError,
@@ -25,7 +26,7 @@ from paceline.refit.errors import (
     NotFoundError,
 )
 from paceline.refit.model import Shard, VersionState, WorkerRegistration, WorkerRole
-from paceline.refit.wire.rpc import CONTROL_RPCS, RPCS, Message, Rpc
+from paceline.refit.wire.rpc import CONTROL_RPCS, HEALTH_SERVICE, RPCS, Message, Rpc
 from paceline.store.memory import MemoryStore
 from paceline.store.protocol import StoreError
 from paceline.testing.clock import FakeClock
@@ -42,6 +43,7 @@ from paceline.testing.contracts.control import (
 from paceline.testing.fakes.control import TOKENS, LoopbackControl
 
 CALL_TIMEOUT_S = 20.0
+MESSAGE_BYTES_MAX = ServiceLimits().message_bytes_max
 
 
 @pytest.fixture
@@ -71,9 +73,13 @@ def send(
     """Make one raw call and return its status, details and reply."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
-        call: Callable[..., bytes] = channel.unary_unary(path)
         try:
-            reply = call(raw, timeout=CALL_TIMEOUT_S, metadata=metadata)
+            if path in RPCS and RPCS[path].is_stream:
+                stream: Callable[..., Iterator[bytes]] = channel.unary_stream(path)
+                reply = next(stream(raw, timeout=CALL_TIMEOUT_S, metadata=metadata))
+            else:
+                call: Callable[..., bytes] = channel.unary_unary(path)
+                reply = call(raw, timeout=CALL_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as exc:
             failed = cast("grpc.Call", exc)
             return failed.code(), failed.details(), b""
@@ -81,8 +87,9 @@ def send(
 
 
 def test_nobody_gets_in_without_the_right_token(service: LoopbackControl) -> None:
-    """Every call of every service is UNAUTHENTICATED without a token or with a wrong one."""
-    for path in [*RPCS, "/model_express.refit.RefitService/Unknown", "/x/y"]:
+    """Every call but the health check is UNAUTHENTICATED without a token or with a wrong one."""
+    paths = [path for path, rpc in RPCS.items() if rpc.service != HEALTH_SERVICE]
+    for path in [*paths, "/model_express.refit.RefitService/Unknown", "/x/y"]:
         for token in (None, "token-of-a-test-", "x" * 1000):
             code, _, _ = send(service.address, path, b"", token)
             assert code is grpc.StatusCode.UNAUTHENTICATED, (path, token)
@@ -219,7 +226,9 @@ def test_long_names_do_not_break_the_error_they_appear_in(service: LoopbackContr
 def test_a_taken_port_is_an_error_that_says_so(service: LoopbackControl) -> None:
     """Two services never share a port; the message names it and the way out."""
     port = service.address.rpartition(":")[2]
-    second = ControlServer(service.ledger, tokens=FixedTokens(TOKENS), listen=service.address)
+    second = ControlServer(
+        service.ledger, tokens=FixedTokens(TOKENS), options=ServiceOptions(listen=service.address)
+    )
     with pytest.raises(PreflightError, match=f"port {port} is taken.*--listen"):
         second.start()
     second.stop()
@@ -230,16 +239,22 @@ def test_a_taken_port_is_an_error_that_says_so(service: LoopbackControl) -> None
 def test_an_address_that_is_none_is_a_usage_error(service: LoopbackControl, listen: str) -> None:
     """A malformed address is refused before anything starts."""
     with pytest.raises(UsageError, match="write host:port"):
-        ControlServer(service.ledger, tokens=FixedTokens(TOKENS), listen=listen)
+        ControlServer(
+            service.ledger, tokens=FixedTokens(TOKENS), options=ServiceOptions(listen=listen)
+        )
 
 
 def test_plain_text_stays_on_this_computer_unless_allowed(service: LoopbackControl) -> None:
     """Other addresses are refused; saying so explicitly admits them."""
     tokens = FixedTokens(TOKENS)
     with pytest.raises(PreflightError, match="plain text"):
-        ControlServer(service.ledger, tokens=tokens, listen="0.0.0.0:0")
-    ControlServer(service.ledger, tokens=tokens, listen="0.0.0.0:0", allow_plaintext=True)
-    ControlServer(service.ledger, tokens=tokens, listen="[::1]:0")
+        ControlServer(service.ledger, tokens=tokens, options=ServiceOptions(listen="0.0.0.0:0"))
+    ControlServer(
+        service.ledger,
+        tokens=tokens,
+        options=ServiceOptions(listen="0.0.0.0:0", allow_plaintext=True),
+    )
+    ControlServer(service.ledger, tokens=tokens, options=ServiceOptions(listen="[::1]:0"))
 
 
 def test_a_client_rides_out_a_restart(service: LoopbackControl) -> None:
@@ -378,7 +393,9 @@ def test_expired_records_are_removed_in_the_background() -> None:
     service.stop()
     service.ledger.register_worker(TRAINER, ttl_seconds=1)
     clock.advance(1)
-    server = ControlServer(service.ledger, tokens=FixedTokens(TOKENS), reap_interval_s=0.01)
+    server = ControlServer(
+        service.ledger, tokens=FixedTokens(TOKENS), options=ServiceOptions(reap_interval_s=0.01)
+    )
     server.start()
     assert removed.wait(timeout=CALL_TIMEOUT_S)
     server.stop()

@@ -2,21 +2,25 @@
 
 The model is what the protocol's text says, written without the ledger's code: plain sets and
 dicts, and one number for the time. Two ledgers over one store take turns, as two replicas of
-the service would.
+the service would; clocks jump both ways, replicas crash before their group is durable, replies
+are lost and asked for again elsewhere, and a reader follows the stream of changes.
 """
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import dataclass, field, replace
 from itertools import count
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.control.rules import Limits
-from paceline.refit.errors import ControlError, NotFoundError, PreconditionError
+from paceline.refit.errors import AlreadyExistsError, ControlError, NotFoundError, PreconditionError
 from paceline.refit.model import (
     Lease,
+    RetentionPolicy,
     Shard,
     VersionRequest,
     VersionState,
@@ -25,6 +29,7 @@ from paceline.refit.model import (
     WorkerRole,
 )
 from paceline.store.memory import MemoryStore
+from paceline.system import environ
 from paceline.testing.clock import FakeClock
 
 MODEL = "m"
@@ -35,6 +40,11 @@ TTL_S = 10
 LEASE_TTL_S = 25
 STAGING_TTL_S = 40
 KEPT_S = 15
+
+FIXED_RECORDS = 3
+"""Counts over all versions and of the model, and the model's policy."""
+STEPS_PER_EXAMPLE = 40
+STEPS = 50_000 if environ().get("HYPOTHESIS_PROFILE") == "nightly" else 4_000
 
 trainers = st.sampled_from(TRAINERS)
 generators = st.sampled_from(GENERATORS)
@@ -68,7 +78,13 @@ class ControlWorld(RuleBasedStateMachine):
             ControlLedger(store, nonce=lambda: f"{next(numbers):08x}", limits=limits)
             for _ in range(2)
         ]
+        self.store = store
         self.alive_until: dict[str, float] = {}
+        self.gone: set[str] = set()
+        self.draining: set[str] = set()
+        self.keep_last = 0
+        self.seen: dict[str, VersionState] = {}
+        self.seen_revision = 0
         self.versions: dict[str, Believed] = {}
 
     # time is in whole seconds, so that floats of the two sides cannot differ
@@ -76,7 +92,7 @@ class ControlWorld(RuleBasedStateMachine):
     @property
     def now(self) -> float:
         """Return the time."""
-        return self.clock.monotonic()
+        return self.clock.time()
 
     def is_alive(self, worker: str) -> bool:
         """Return whether the model thinks that a worker lives."""
@@ -110,15 +126,75 @@ class ControlWorld(RuleBasedStateMachine):
         """Let registrations and leases expire."""
         self.clock.advance(seconds)
 
-    @rule(replica=replicas, key=keys, repeat=st.booleans())
-    def create(self, replica: int, key: str, repeat: bool) -> None:
-        """Create under a key; a client that lost the reply asks again, maybe elsewhere."""
-        request = VersionRequest(
+    @rule(seconds=st.sampled_from([-20, -3, 40]))
+    def clock_jumps(self, seconds: int) -> None:
+        """Somebody sets the store's clock."""
+        self.clock.set_time(self.now + seconds)
+
+    @rule(replica=replicas, key=keys)
+    def crash(self, replica: int, key: str) -> None:
+        """Die after deciding and before it is durable: nothing of it happened."""
+        ledger = self.ledgers[replica]
+        with contextlib.suppress(ZeroDivisionError), ledger.group():
+            ledger.create_version(self.request(f"crashed-{key}"))
+            for uid in self.versions:
+                ledger.delete_version(uid)
+            _ = 1 / 0
+
+    @rule(replica=replicas, data=st.data())
+    def use_a_name_again(self, replica: int, data: st.DataObject) -> None:
+        """Ask for the name of a version that is gone."""
+        if self.gone:
+            uid = data.draw(st.sampled_from(sorted(self.gone)))
+            with pytest.raises(AlreadyExistsError):
+                self.ledgers[replica].create_version(replace(self.request("again"), uid=uid))
+
+    @rule(replica=replicas, keep_last=st.integers(0, 2))
+    def set_policy(self, replica: int, keep_last: int) -> None:
+        """Say how many READY versions stay."""
+        self.ledgers[replica].set_retention(MODEL, RetentionPolicy(keep_last=keep_last))
+        self.keep_last = keep_last
+
+    @rule(replica=replicas, generator=generators, resume=st.booleans())
+    def drain(self, replica: int, generator: str, resume: bool) -> None:
+        """Let a generator begin nothing new, or again."""
+        try:
+            self.ledgers[replica].drain_worker(generator, resume=resume)
+        except NotFoundError:
+            assert not self.is_alive(generator)
+            return
+        assert self.is_alive(generator)
+        if resume:
+            self.draining.discard(generator)
+        else:
+            self.draining.add(generator)
+
+    @rule(replica=replicas)
+    def follow(self, replica: int) -> None:
+        """Read what changed, from any replica, and know everything that a list would show."""
+        changes = self.ledgers[replica].version_changes(MODEL, after=self.seen_revision)
+        assert changes.revision >= self.seen_revision
+        if changes.reset:
+            self.seen.clear()
+        for uid in changes.removed:
+            self.seen.pop(uid, None)
+        self.seen |= {version.uid: version.state for version in changes.versions}
+        self.seen_revision = changes.revision
+        assert self.seen == {uid: believed.state for uid, believed in self.versions.items()}
+
+    def request(self, key: str) -> VersionRequest:
+        """Return what a version of two slots is asked for with."""
+        return VersionRequest(
             model_name=MODEL,
             idempotency_key=key,
             payload_format=WeightPayloadFormat.FULL_TENSOR,
             expected_source_slots=SLOTS,
         )
+
+    @rule(replica=replicas, key=keys, repeat=st.booleans())
+    def create(self, replica: int, key: str, repeat: bool) -> None:
+        """Create under a key; a client that lost the reply asks again, maybe elsewhere."""
+        request = self.request(key)
         version = self.ledgers[replica].create_version(request)
         known = [uid for uid, believed in self.versions.items() if believed.key == key]
         if known:
@@ -195,7 +271,8 @@ class ControlWorld(RuleBasedStateMachine):
         leasable = believed.state is VersionState.READY or (
             holds and believed.state is VersionState.RELEASING
         )
-        allowed = self.is_alive(generator) and leasable
+        begins = holds or generator not in self.draining
+        allowed = self.is_alive(generator) and leasable and begins
         try:
             self.ledgers[replica].acquire_lease(
                 version_id=uid, worker_id=generator, ttl_seconds=LEASE_TTL_S
@@ -219,7 +296,8 @@ class ControlWorld(RuleBasedStateMachine):
         )
         released = self.ledgers[replica].release_lease(lease)
         assert released is (generator in self.live_leases(believed))
-        believed.leases.pop(generator, None)
+        if released:
+            believed.leases.pop(generator)
         if repeat:
             assert not self.ledgers[1 - replica].release_lease(lease)
 
@@ -260,12 +338,29 @@ class ControlWorld(RuleBasedStateMachine):
             return
         assert refused_as is None
         believed.shards.remove((slot, trainer))
+        self.purge(believed)
+
+    def purge(self, believed: Believed) -> None:
+        """Forget expired leases for good: a clock that is set back does not revive them."""
+        live = self.live_leases(believed)
+        believed.leases = {w: until for w, until in believed.leases.items() if w in live}
+
+    def retire_surplus(self) -> None:
+        """Do what the policy says: the newest and the leased stay READY."""
+        ready = [b for b in self.versions.values() if b.state is VersionState.READY]
+        for believed in ready[: -self.keep_last] if self.keep_last else []:
+            if not self.live_leases(believed):
+                believed.state = VersionState.RELEASING
 
     @rule(replica=replicas)
     def reap(self, replica: int) -> None:
         """Tidy up; afterwards the model follows what is gone, if it may be gone."""
         self.ledgers[replica].reap()
+        self.alive_until = {w: t for w, t in self.alive_until.items() if t > self.now}
+        self.draining &= self.alive_until.keys()
+        self.retire_surplus()
         for uid, believed in list(self.versions.items()):
+            self.purge(believed)
             if (
                 believed.state is VersionState.STAGING
                 and self.now - believed.made_at > STAGING_TTL_S
@@ -280,6 +375,7 @@ class ControlWorld(RuleBasedStateMachine):
             except NotFoundError:
                 assert not believed.shards
                 del self.versions[uid]
+                self.gone.add(uid)
 
     @invariant()
     def the_ledger_agrees(self) -> None:
@@ -301,6 +397,15 @@ class ControlWorld(RuleBasedStateMachine):
         listed = [version.idempotency_key for version in self.ledgers[0].list_versions(MODEL)]
         assert sorted(listed) == sorted({believed.key for believed in self.versions.values()})
 
+    @invariant()
+    def no_state_leaks(self) -> None:
+        """What is kept is what the model knows of, and tombstones."""
+        kept = [record.key for record in self.store.list("") if not record.key.startswith("gone/")]
+        known = sum(2 + len(b.shards) + len(GENERATORS) for b in self.versions.values())
+        assert len(kept) <= known + 2 * len(TRAINERS + GENERATORS) + FIXED_RECORDS
+
 
 TestControlWorld = ControlWorld.TestCase
-TestControlWorld.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestControlWorld.settings = settings(
+    max_examples=STEPS // STEPS_PER_EXAMPLE, stateful_step_count=STEPS_PER_EXAMPLE, deadline=None
+)

@@ -1,5 +1,6 @@
 """The transformers engine against Hugging Face's own generation, and across updates."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -18,6 +19,7 @@ from paceline.refit.errors import (
 )
 from paceline.refit.generators.protocol import EngineConfig, InstalledVersion, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
+from paceline.refit.generators.transformers.loading import load_model
 from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.system import system_clock
 from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3, write_weights
@@ -343,3 +345,18 @@ def test_sampling_is_checked(changes: dict[str, object]) -> None:
     """A sampling that makes no sense cannot be made."""
     with pytest.raises(BadRequestError, match=next(iter(changes))):
         Sampling(**changes)  # type: ignore[arg-type]
+
+
+def test_a_configuration_that_contradicts_itself_is_told(tmp_path: Path) -> None:
+    """Whatever transformers makes of a bad config.json, it is one paragraph about that file."""
+    write_tiny_qwen3(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    with pytest.raises(PreflightError, match=r"does not hold a model .*config\.json"):
+        load_model(EngineConfig(model_dir=tmp_path))
+
+
+def test_more_threads_than_any_machine_has_are_refused(tmp_path: Path) -> None:
+    """The math library would end the process when it cannot start them."""
+    with pytest.raises(UsageError, match="at most 1024"):
+        EngineConfig(model_dir=tmp_path, threads=100_000)

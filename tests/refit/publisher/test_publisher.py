@@ -457,14 +457,27 @@ def test_waiting_for_engines(make: Make) -> None:
     for worker_id in ("g0", "g1"):
         world.generator(worker_id)
         assert not world.publisher.wait_installed(timeout_s=1)
-        world.control.report_installed(
-            InstalledReport(
-                worker_id=worker_id, model_name="m", endpoint="", version_id=found.version_id,
-                sequence=0, root_digest=found.root_digest, state="ready", installed_at_unix_ms=0,
-                fetched_bytes=0, refit_ms=0, pause_ms=0,
-            )
-        )  # fmt: skip
+        world.control.report_installed(serving(worker_id, found.version_id, found.root_digest))
     assert world.publisher.wait_installed(timeout_s=1)
+
+
+def test_engines_of_other_runs_are_not_waited_for(make: Make) -> None:
+    """One that serves another run of the same model will never serve this one's weights."""
+    world = make()
+    world.publish()
+    world.generator("g0")
+    world.control.report_installed(serving("g0", "run-b-000007", "b" * 64))
+    assert world.publisher.wait_installed(timeout_s=1)
+    world.control.report_installed(serving("g0", "", ""))
+    assert not world.publisher.wait_installed(timeout_s=1)
+
+
+def serving(worker_id: str, version_id: str, root_digest: str) -> InstalledReport:
+    return InstalledReport(
+        worker_id=worker_id, model_name="m", endpoint="", version_id=version_id,
+        sequence=0, root_digest=root_digest, state="ready", installed_at_unix_ms=0,
+        fetched_bytes=0, refit_ms=0, pause_ms=0,
+    )  # fmt: skip
 
 
 def test_in_place_steps_wait_for_readers(make: Make) -> None:

@@ -1,5 +1,6 @@
 """The routes over a real server on loopback, on a real engine."""
 
+import gc
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 import torch
+from starlette.applications import Starlette
 
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.waiting import wait_until
@@ -232,3 +234,39 @@ def test_closes_unstarted() -> None:
     server.close(timeout_s=1)
     port = int(server.endpoint.rsplit(":", 1)[1])
     EngineServer(host="127.0.0.1", port=port, clock=system_clock()).close(timeout_s=1)
+
+
+def test_a_head_that_drips_is_cut() -> None:
+    """Whoever never finishes asking does not keep a connection for ever; who asks is not cut."""
+    server = EngineServer(host="127.0.0.1", port=0, clock=system_clock(), head_s=0.3)
+    server.start(Starlette(), grace_s=1)
+    address = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+    with socket.create_connection(address) as quick, socket.create_connection(address) as slow:
+        quick.settimeout(10)
+        slow.settimeout(10)
+        slow.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        quick.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert quick.recv(12) == b"HTTP/1.1 404"
+        assert slow.recv(1) == b""
+    server.close(timeout_s=20)
+
+
+def test_nothing_is_logged_for_those_who_leave(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An abandoned request ends quietly: it is counted, and no error of ours."""
+    with pytest.raises(httpx.ReadTimeout):
+        world.client.post(
+            "/v1/completions",
+            json={"prompt": "1+1=", "max_tokens": 120, "ignore_eos": True, "n": 4},
+            timeout=0.01,
+        )
+    wait_until(
+        lambda: world.engine.load().running == 0,
+        what="the place is free",
+        clock=system_clock(),
+        timeout_s=20,
+        interval_s=0.02,
+    )
+    gc.collect()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -115,13 +115,16 @@ def test_prompt_shapes(prompt: object, prompts: tuple[object, ...]) -> None:
         ({"n": True}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
+        ({"temperature": 1e-39}, "temperature"),
+        ({"prompt": "\ud800"}, "body"),
+        ({"\ud800": 1}, "body"),
         ({"stop": [1]}, "stop"),
         ({"echo": True}, "echo"),
         ({"stream": True}, "stream"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 5}, "logprobs"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"temprature": 1}, "temprature"),
+        ({"tempo": 1}, "tempo"),
     ],
 )
 def test_refusals(fields: dict[str, object], field: str) -> None:

@@ -339,11 +339,23 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "tensors",
-    [{}, {"a": 1}, {"a": torch.eye(2).to_sparse()}, {"a": torch.zeros(2, dtype=torch.complex128)}],
+    [
+        {},
+        {"a": 1},
+        {"a": torch.eye(2).to_sparse()},
+        {"a": torch.zeros(2, dtype=torch.complex128)},
+        {"a": torch.zeros(2, device="meta")},
+        {"": torch.zeros(2)},
+        {"\ud800": torch.zeros(2)},
+        {"x" * 1025: torch.zeros(2)},
+        {"a": torch.zeros([1] * 33)},
+    ],
 )
 def test_what_cannot_be_bound(tensors: Mapping[str, Any]) -> None:
     """Nothing, something that is no tensor, and dtypes without a wire form are refused."""
-    with pytest.raises(ValueError, match=r"no tensors|not a plain tensor|no wire dtype"):
+    with pytest.raises(
+        ValueError, match=r"no tensors|not a plain tensor|no wire dtype|in a manifest"
+    ):
         trainer_of(tensors)
 
 

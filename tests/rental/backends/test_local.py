@@ -324,3 +324,30 @@ def test_the_logger_is_ours(local: LocalBackend, caplog: pytest.LogCaptureFixtur
         local.teardown(InstanceHandle("local", "local-none", "x", 0.0))
     assert [record.name for record in caplog.records] == [adapter._log.name]
     assert mapping.parse_record(b"[]") is None
+
+
+def test_what_a_role_made_unwritable_goes_too(parts: Parts, tmp_path: Path) -> None:
+    """A machine with closed directories disappears, also for a user who is not root."""
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o500)
+    code = """
+        import dataclasses, sys
+        from pathlib import Path
+        from paceline.rental.backends.defaults import default_parts
+        from paceline.rental.backends.local.adapter import LocalBackend
+        state, outside = map(Path, sys.argv[1:])
+        local = LocalBackend(parts=dataclasses.replace(default_parts(), state_dir=state))
+        h = local.provision("cpu-0", disk_gb=0, image="", ssh_pubkey_path=Path("k"), label="a")
+        made = f"mkdir -p a/b/c && touch a/b/f && ln -s {outside} a/out && chmod -R a-w a"
+        assert local.run_remote(h, made + " && mkdir d && chmod 0 d", stream=False).code == 0
+        local.teardown(h)
+        local.provision("cpu-0", disk_gb=0, image="", ssh_pubkey_path=Path("k"), label="b")
+        print(sorted(path.name[:6] for path in (state / "local").iterdir()))
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code), str(parts.state_dir), str(outside)]
+    if os.geteuid() == 0:  # root may do everything, unless it gives that up
+        argv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *argv]
+    env = {"PATH": environ()["PATH"], "PYTHONPATH": _SRC}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    assert done.stdout == "['.lock', 'local-']\n", done.stderr
+    assert outside.stat().st_mode & 0o777 == 0o500

@@ -4,10 +4,14 @@ from paceline.refit.compose.control import (
     TOKEN_BYTES,
     ControlService,
     connect_control,
+    create_certificate_files,
     create_token_file,
     load_credentials,
+    new_control_certificates,
     open_store,
     start_control_server,
+    start_manifest_server,
+    verify_version,
 )
 from paceline.refit.compose.engine import EngineService, EngineServiceConfig, start_engine
 from paceline.refit.compose.trainer import (
@@ -27,11 +31,15 @@ __all__ = [
     "TrainerConnection",
     "connect_control",
     "connect_rollouts",
+    "create_certificate_files",
     "create_token_file",
     "join_run",
     "load_credentials",
+    "new_control_certificates",
     "open_store",
     "run_settings",
     "start_control_server",
     "start_engine",
+    "start_manifest_server",
+    "verify_version",
 ]

@@ -1,5 +1,6 @@
 """A rollout engine of a run: model, receiver and routes in one process."""
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import system
 from paceline.core.clock import Clock
+from paceline.core.errors import UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.control.protocol import ControlPlane
@@ -53,6 +55,10 @@ class EngineServiceConfig:
     """How long the service may take to come up."""
     grace_s: float = 20.0
     """How long requests in flight may finish when the engine is stopped."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grace_s < math.inf:
+            raise UsageError("grace must be a finite number of seconds, 0 or more")
 
 
 class EngineService:

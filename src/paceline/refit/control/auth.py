@@ -47,6 +47,13 @@ _READS = frozenset(
         "ListWorkers",
         "ListInstalled",
         "ListEvents",
+        "WatchVersions",
+        "WatchWorkers",
+        "WatchLeases",
+        "GetChain",
+        "ListDeltas",
+        "GetRetention",
+        "ListTombstones",
     }
 )
 
@@ -61,6 +68,8 @@ RIGHTS: Final[Mapping[TokenRole, frozenset[str]]] = {
         "CreateWeightVersionShard",
         "DeleteWeightVersionShard",
         "DescribeVersion",
+        "RecordDelta",
+        "SetRetention",
         "RecordEvent",
     },
     TokenRole.GENERATOR: _READS
@@ -221,11 +230,16 @@ def read_private_json(path: Path) -> dict[str, str]:
 
 def write_private_json(path: Path, fields: Mapping[str, str]) -> None:
     """Put a JSON object into a file of mode 0600, in one step. Raises PreflightError."""
+    write_private(path, json.dumps(fields).encode())
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put bytes into a file of mode 0600, in one step. Raises PreflightError."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(fields, file)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
         part.replace(path)
     except OSError as exc:
         raise PreflightError(f"cannot write {path}: {exc.strerror or exc}") from exc

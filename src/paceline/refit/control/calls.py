@@ -1,16 +1,18 @@
 """Each call of both services: message in, one method of the control plane, message out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.model import WorkerRegistration
 from paceline.refit.wire import convert
 from paceline.refit.wire import paceline_refit_v1_pb2 as own
 from paceline.refit.wire import refit_pb2 as public
 from paceline.refit.wire.convert import require_field
 from paceline.refit.wire.rpc import OWN_SERVICE, PUBLIC_SERVICE, Message, rpc_named
 
-Call = Callable[[ControlPlane, Any], Message]
+Call = Callable[[Any, Any], Message]
 
 
 def _register_worker(
@@ -126,9 +128,86 @@ def _list_leases(plane: ControlPlane, request: own.ListLeasesRequest) -> own.Lis
     return own.ListLeasesResponse(leases=map(convert.to_lease, leases))
 
 
-def _list_workers(plane: ControlPlane, request: own.ListWorkersRequest) -> own.ListWorkersResponse:
+def _list_workers(plane: ControlLedger, request: own.ListWorkersRequest) -> own.ListWorkersResponse:
     workers = plane.list_workers(request.model_name)
-    return own.ListWorkersResponse(workers=map(convert.to_worker, workers))
+    return own.ListWorkersResponse(
+        workers=map(convert.to_worker, workers), draining=_draining(plane, workers)
+    )
+
+
+def _draining(plane: ControlLedger, workers: Sequence[WorkerRegistration]) -> Sequence[str]:
+    draining = set(plane.list_draining())
+    return [w.worker_id for w in workers if w.worker_id in draining]
+
+
+def watch_versions(
+    plane: ControlLedger, request: own.WatchVersionsRequest
+) -> own.WatchVersionsResponse:
+    """Return what is new to a reader who knows everything up to ``request.after``."""
+    changes = plane.version_changes(
+        request.model_name,
+        run_id=request.run_id if request.HasField("run_id") else None,
+        after=request.after,
+    )
+    return convert.to_changes(changes)
+
+
+def watch_workers(
+    plane: ControlLedger, request: own.WatchWorkersRequest
+) -> own.WatchWorkersResponse:
+    """Return who lives now."""
+    workers = plane.list_workers(request.model_name)
+    return own.WatchWorkersResponse(
+        workers=map(convert.to_worker, workers), draining=_draining(plane, workers)
+    )
+
+
+def watch_leases(plane: ControlLedger, request: own.WatchLeasesRequest) -> own.WatchLeasesResponse:
+    """Return who reads now."""
+    leases = plane.list_leases(request.version_id)
+    return own.WatchLeasesResponse(leases=map(convert.to_lease, leases))
+
+
+def _get_chain(plane: ControlLedger, request: own.GetChainRequest) -> own.GetChainResponse:
+    return own.GetChainResponse(records=map(convert.to_record, plane.get_chain(request.uid)))
+
+
+def _record_delta(plane: ControlLedger, request: own.RecordDeltaRequest) -> own.RecordDeltaResponse:
+    require_field(request, "delta")
+    delta = plane.record_delta(convert.parse_delta(request.delta))
+    return own.RecordDeltaResponse(delta=convert.to_delta(delta))
+
+
+def _list_deltas(plane: ControlLedger, request: own.ListDeltasRequest) -> own.ListDeltasResponse:
+    deltas = plane.list_deltas(request.target_version_id)
+    return own.ListDeltasResponse(deltas=map(convert.to_delta, deltas))
+
+
+def _set_retention(
+    plane: ControlLedger, request: own.SetRetentionRequest
+) -> own.SetRetentionResponse:
+    require_field(request, "policy")
+    plane.set_retention(request.model_name, convert.parse_retention(request.policy))
+    return own.SetRetentionResponse()
+
+
+def _get_retention(
+    plane: ControlLedger, request: own.GetRetentionRequest
+) -> own.GetRetentionResponse:
+    policy = plane.get_retention(request.model_name)
+    return own.GetRetentionResponse(policy=convert.to_retention(policy))
+
+
+def _drain_worker(plane: ControlLedger, request: own.DrainWorkerRequest) -> own.DrainWorkerResponse:
+    plane.drain_worker(request.worker_id, resume=request.resume)
+    return own.DrainWorkerResponse()
+
+
+def _list_tombstones(
+    plane: ControlLedger, request: own.ListTombstonesRequest
+) -> own.ListTombstonesResponse:
+    tombstones = plane.list_tombstones(request.model_name)
+    return own.ListTombstonesResponse(tombstones=map(convert.to_tombstone, tombstones))
 
 
 def _report_installed(
@@ -180,6 +259,13 @@ _OWN_CALLS: Mapping[str, Call] = {
     "ListInstalled": _list_installed,
     "RecordEvent": _record_event,
     "ListEvents": _list_events,
+    "GetChain": _get_chain,
+    "RecordDelta": _record_delta,
+    "ListDeltas": _list_deltas,
+    "SetRetention": _set_retention,
+    "GetRetention": _get_retention,
+    "DrainWorker": _drain_worker,
+    "ListTombstones": _list_tombstones,
 }
 
 CALLS: Final[Mapping[str, Call]] = {

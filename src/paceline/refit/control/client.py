@@ -10,7 +10,8 @@ finds gone was deleted.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import grpc
@@ -26,10 +27,14 @@ from paceline.refit.errors import (
     NotFoundError,
 )
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
     Lease,
+    RetentionPolicy,
     Shard,
+    Tombstone,
+    VersionChanges,
     VersionDescription,
     VersionRequest,
     VersionState,
@@ -39,11 +44,13 @@ from paceline.refit.model import (
 from paceline.refit.wire import convert
 from paceline.refit.wire import paceline_refit_v1_pb2 as own
 from paceline.refit.wire import refit_pb2 as public
-from paceline.refit.wire.rpc import CONTROL_RPCS, Message, Rpc
+from paceline.refit.wire.rpc import CONTROL_RPCS, OWN_SERVICE, Message, Rpc, rpc_named
 
 T = TypeVar("T")
 
 REPLY_BYTES_MAX: Final = 64 * 1024 * 1024
+
+_WATCH_VERSIONS: Final = rpc_named(OWN_SERVICE, "WatchVersions")
 
 PATIENT: Final = RetryPolicy(attempts=100, first_delay_s=0.1, delay_s_max=1.0)
 """Retries go on until the call's deadline."""
@@ -52,7 +59,7 @@ PATIENT: Final = RetryPolicy(attempts=100, first_delay_s=0.1, delay_s_max=1.0)
 class GrpcControlPlane:
     """Signs ControlPlane over one channel; safe to use from several threads."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of its own, made where clients are made
         self,
         address: str,
         *,
@@ -61,6 +68,7 @@ class GrpcControlPlane:
         chance: Callable[[], float],
         timeout_s: float = 30.0,
         retry: RetryPolicy = PATIENT,
+        trusted: bytes | None = None,
     ) -> None:
         """Prepare a channel; the first call connects.
 
@@ -71,6 +79,7 @@ class GrpcControlPlane:
             chance: random numbers in [0, 1) for jitter.
             timeout_s: of a whole call, retries included.
             retry: when to try again while the service is unavailable.
+            trusted: PEM certificates of whom to trust, over TLS; None speaks plain text.
 
         Raises:
             UsageError: ``address`` is none.
@@ -82,10 +91,20 @@ class GrpcControlPlane:
         self._timeout_s = timeout_s
         self._retry = retry
         self._closed = threading.Event()
-        self._channel = grpc.insecure_channel(address, options=_channel_options(address))
+        options = _channel_options(address)
+        if trusted is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            credentials = grpc.ssl_channel_credentials(trusted)
+            self._channel = grpc.secure_channel(address, credentials, options=options)
         self._senders: dict[type[Message], tuple[Rpc, Callable[..., bytes]]] = {
-            rpc.request: (rpc, self._channel.unary_unary(rpc.path)) for rpc in CONTROL_RPCS
+            rpc.request: (rpc, self._channel.unary_unary(rpc.path))
+            for rpc in CONTROL_RPCS
+            if not rpc.is_stream
         }
+        self._watch: Callable[..., Iterator[bytes]] = self._channel.unary_stream(
+            _WATCH_VERSIONS.path
+        )
 
     def register_worker(
         self, registration: WorkerRegistration, *, ttl_seconds: int
@@ -216,6 +235,81 @@ class GrpcControlPlane:
         reply = self._call(lambda: own.ListEventsRequest(after=after, limit=limit))
         return self._read(lambda: [convert.parse_event(event) for event in reply.events])
 
+    def watch_versions(
+        self, model_name: str, *, run_id: str | None = None, after: int = 0
+    ) -> Iterator[VersionChanges]:
+        """Yield what a model's versions are now, then every change, until closed.
+
+        A stream that breaks is opened again where it was, on whatever replica answers.
+
+        Raises:
+            ControlUnavailableError: nobody answered within the timeout, or this was closed.
+        """
+        failing_since: float | None = None
+        tries = 0
+        while not self._closed.is_set():
+            request = own.WatchVersionsRequest(model_name=model_name, run_id=run_id, after=after)
+            try:
+                for changes in self._stream(request):
+                    failing_since, tries, after = None, 0, changes.revision
+                    yield changes
+            except ControlUnavailableError:
+                now_s = self._clock.monotonic()
+                failing_since = now_s if failing_since is None else failing_since
+                tries += 1
+                delay_s = self._retry.delay_s(tries, chance=self._chance())
+                if delay_s is None or now_s - failing_since > self._timeout_s:
+                    raise
+                self._clock.sleep(delay_s)
+
+    def _stream(self, request: own.WatchVersionsRequest) -> Iterator[VersionChanges]:
+        metadata = (("authorization", f"Bearer {self._token()}"),)
+        try:
+            for raw in self._watch(request.SerializeToString(), metadata=metadata):
+                yield self._read(partial(_parse_changes, raw))
+        except grpc.RpcError as exc:
+            raise self._error(exc, call=_WATCH_VERSIONS.name) from exc
+        except ValueError as exc:
+            # What gRPC raises for a channel that was closed.
+            raise ControlUnavailableError("the connection to the service was closed") from exc
+
+    def get_chain(self, uid: str) -> Sequence[WeightVersion]:
+        """Return the versions that lead to this one, a full version first."""
+        reply = self._call(lambda: own.GetChainRequest(uid=uid))
+        return self._read(lambda: [convert.parse_record(record) for record in reply.records])
+
+    def record_delta(self, delta: Delta) -> Delta:
+        """Say that one artefact leads from a base to a target."""
+        reply = self._call(lambda: own.RecordDeltaRequest(delta=convert.to_delta(delta)))
+        return convert.parse_delta(reply.delta)
+
+    def list_deltas(self, target_version_id: str) -> Sequence[Delta]:
+        """Return the artefacts that lead to a version, by base."""
+        reply = self._call(lambda: own.ListDeltasRequest(target_version_id=target_version_id))
+        return [convert.parse_delta(delta) for delta in reply.deltas]
+
+    def set_retention(self, model_name: str, policy: RetentionPolicy) -> None:
+        """Say which READY versions of a model stay."""
+        self._call(
+            lambda: own.SetRetentionRequest(
+                model_name=model_name, policy=convert.to_retention(policy)
+            )
+        )
+
+    def get_retention(self, model_name: str) -> RetentionPolicy:
+        """Return the model's policy."""
+        reply = self._call(lambda: own.GetRetentionRequest(model_name=model_name))
+        return convert.parse_retention(reply.policy)
+
+    def drain_worker(self, worker_id: str, *, resume: bool = False) -> None:
+        """Let a living worker begin nothing new, or again."""
+        self._call(lambda: own.DrainWorkerRequest(worker_id=worker_id, resume=resume))
+
+    def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
+        """Return a model's versions that are gone, by uid."""
+        reply = self._call(lambda: own.ListTombstonesRequest(model_name=model_name))
+        return self._read(lambda: [convert.parse_tombstone(t) for t in reply.tombstones])
+
     def close(self) -> None:
         """Give the connection back; calls under way end with ControlUnavailableError."""
         self._closed.set()
@@ -276,6 +370,11 @@ def _build(build: Callable[[], Message]) -> Message:
         raise
     except (ValueError, TypeError) as exc:
         raise InvalidRequestError(f"the request cannot be sent: {exc}") from exc
+
+
+def _parse_changes(raw: bytes) -> VersionChanges:
+    message = cast(own.WatchVersionsResponse, _WATCH_VERSIONS.parse_reply(raw))
+    return convert.parse_changes(message)
 
 
 def _channel_options(address: str) -> Sequence[tuple[str, int]]:

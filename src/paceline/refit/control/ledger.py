@@ -10,34 +10,41 @@ that record. So nobody can slip into a version that has just become RELEASING, a
 that completes a version is always noticed as such.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-from paceline.refit.control import history, records, rules
+from paceline.refit.control import chains, creation, history, reaper, records, rules
+from paceline.refit.control.catalog import Catalog, is_of_run
 from paceline.refit.control.lookup import (
+    is_draining,
     purge_leases,
     put_state,
+    put_version,
     read_live_lease,
-    read_versions_head,
+    read_model_head,
     read_worker,
     require_version,
 )
-from paceline.refit.control.reaper import Reaped, reap
-from paceline.refit.control.records import VersionRecord, VersionsHead
+from paceline.refit.control.reaper import Reaped
+from paceline.refit.control.records import RetentionRecord, VersionRecord
 from paceline.refit.control.rules import Limits
 from paceline.refit.control.transaction import Transaction, transact
 from paceline.refit.errors import (
     AlreadyExistsError,
-    ExhaustedError,
     PreconditionError,
 )
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
     Lease,
+    ObjectStorageSource,
+    RetentionPolicy,
     Shard,
+    Tombstone,
+    VersionChanges,
     VersionDescription,
     VersionRequest,
     VersionState,
@@ -45,11 +52,11 @@ from paceline.refit.model import (
     WorkerRegistration,
     WorkerRole,
 )
-from paceline.store.protocol import Store
+from paceline.store.protocol import Store, SupportsGroups, SupportsPrefetch
 
 T = TypeVar("T")
 
-UID_TRIES_MAX = 5
+REMOTE_THREADS = 3
 
 
 class ControlLedger:
@@ -68,8 +75,10 @@ class ControlLedger:
         self._store = store
         self._nonce = nonce
         self._limits = limits or Limits()
-        # Writers of one process would only make each other try again.
-        self._writing = threading.Lock()
+        self._catalog = Catalog(store)
+        self._group = store.group if isinstance(store, SupportsGroups) else nullcontext
+        self.threads = 1 if isinstance(store, SupportsGroups) else REMOTE_THREADS
+        """How many threads should call: more where every call waits for a store elsewhere."""
 
     def register_worker(
         self, registration: WorkerRegistration, *, ttl_seconds: int
@@ -94,53 +103,9 @@ class ControlLedger:
     def create_version(self, request: VersionRequest) -> WeightVersion:
         """Create a version, or return what an equal request created, whatever became of it."""
         request = rules.check_version_request(request, self._limits)
-        return self._write(lambda tx: self._create_version(tx, request))
-
-    def _create_version(self, tx: Transaction, request: VersionRequest) -> WeightVersion:
-        key = records.idempotency_key(request.model_name, request.idempotency_key)
-        made = tx.get(key)
-        # Before the base is looked at: a create whose reply was lost must find its version
-        # even if the base has been retired since.
-        if made is not None:
-            existing = require_version(tx, records.decode_text(made)).version
-            rules.check_same_request(existing, request)
-            return existing
-        if request.base_version_id is not None:
-            base = require_version(tx, request.base_version_id).version
-            rules.check_base(base, model_name=request.model_name)
-        head = read_versions_head(tx)
-        rules.check_room(head.kept, self._limits)
-        version = WeightVersion(
-            uid=self._free_uid(tx, request.uid),
-            model_name=request.model_name,
-            idempotency_key=request.idempotency_key,
-            payload_format=request.payload_format,
-            base_version_id=request.base_version_id,
-            expected_source_slots=request.expected_source_slots,
-            layout_signature="",
-            state=request.state,
-            created_at_unix_ms=tx.now_ms,
-            object_storage=request.object_storage,
+        return self._write(
+            lambda tx: creation.create_version(tx, request, limits=self._limits, nonce=self._nonce)
         )
-        record = VersionRecord(version=version, ordinal=head.created)
-        head = VersionsHead(created=head.created + 1, kept=head.kept + 1)
-        tx.put(records.VERSIONS_HEAD, records.encode(head))
-        tx.put(records.version_key(version.uid), records.encode(record))
-        tx.put(key, records.encode_text(version.uid))
-        return version
-
-    def _free_uid(self, tx: Transaction, wanted: str | None) -> str:
-        if wanted is not None:
-            if tx.get(records.version_key(wanted)) is not None:
-                raise AlreadyExistsError(
-                    f"uid {wanted!r} belongs to another version; ask for another uid, or for none"
-                )
-            return wanted
-        for _ in range(UID_TRIES_MAX):
-            uid = self._nonce()
-            if tx.get(records.version_key(uid)) is None:
-                return uid
-        raise ExhaustedError(f"{UID_TRIES_MAX} generated uids were all taken; try again")
 
     def get_version(self, uid: str) -> WeightVersion:
         """Return one version."""
@@ -170,39 +135,7 @@ class ControlLedger:
     def create_shard(self, shard: Shard) -> WeightVersion:
         """Advertise a shard; with the last missing slot the version is READY in the same step."""
         rules.check_shard(shard, self._limits)
-        return self._write(lambda tx: self._create_shard(tx, shard))
-
-    def _create_shard(self, tx: Transaction, shard: Shard) -> WeightVersion:
-        record = require_version(tx, shard.version_id)
-        version = record.version
-        rules.check_worker(
-            read_worker(tx, shard.worker_id),
-            worker_id=shard.worker_id,
-            now_ms=tx.now_ms,
-            model_name=version.model_name,
-            role=WorkerRole.TRAINER,
-        )
-        rules.check_publishable(version, shard)
-        key = records.shard_key(version.uid, shard.source_slot_id, shard.worker_id)
-        published = tx.get(key)
-        if published is not None:
-            if records.decode_shard(published) != shard:
-                raise AlreadyExistsError(
-                    f"worker {shard.worker_id!r} published slot {shard.source_slot_id!r} of "
-                    f"version {version.uid!r} with other content; publish a new version"
-                )
-            return version
-        if record.num_shards >= self._limits.shards_max:
-            raise ExhaustedError(f"version {version.uid!r} has {record.num_shards} shards already")
-        covered = tuple(sorted({*record.covered_slots, shard.source_slot_id}))
-        if len(covered) == len(version.expected_source_slots):
-            version = replace(version, state=VersionState.READY)
-        record = replace(
-            record, version=version, covered_slots=covered, num_shards=record.num_shards + 1
-        )
-        tx.put(key, records.encode(shard))
-        tx.put(records.version_key(version.uid), records.encode(record))
-        return version
+        return self._write(lambda tx: creation.create_shard(tx, shard, limits=self._limits))
 
     def list_shards(self, version_id: str) -> Sequence[Shard]:
         """Return the shards by (slot, worker), less those of the dead that others replace."""
@@ -267,6 +200,10 @@ class ControlLedger:
                     f"{held.worker_id!r}; register this process under another worker id"
                 )
             rules.check_leasable(version, is_renewal=held is not None)
+            if held is None:
+                rules.check_not_draining(
+                    is_draining=is_draining(tx, worker_id), worker_id=worker_id
+                )
             lease = Lease(
                 lease_id=lease_id,
                 version_id=version_id,
@@ -307,12 +244,20 @@ class ControlLedger:
     ) -> Sequence[WeightVersion]:
         """Return the versions of a model in the order of their creation."""
         rules.require_text(self._limits, model_name=model_name)
-        found = [records.decode_version(r.value) for r in self._store.list(records.VERSIONS)]
-        return [
-            record.version
-            for record in sorted(found, key=lambda record: record.ordinal)
-            if record.version.model_name == model_name and _is_of_run(record.version, run_id)
-        ]
+        found = self._catalog.records_of(model_name)
+        return [r.version for r in found if is_of_run(r.version, run_id)]
+
+    def revision_of(self, model_name: str) -> int:
+        """Return the count of changes to a model's versions."""
+        rules.require_text(self._limits, model_name=model_name)
+        return read_model_head(self._read(), model_name).changes
+
+    def version_changes(
+        self, model_name: str, *, run_id: str | None = None, after: int = 0
+    ) -> VersionChanges:
+        """Return what changed since a revision, at once; nothing gives that revision again."""
+        rules.require_text(self._limits, model_name=model_name)
+        return self._catalog.changes(model_name, run_id=run_id, after=after)
 
     def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
         """Attach the description, once."""
@@ -327,8 +272,9 @@ class ControlLedger:
                 raise AlreadyExistsError(
                     f"version {uid!r} is described already, differently; publish a new version"
                 )
+            chains.follow_run(tx, record.version, description)
             version = replace(record.version, description=description)
-            tx.put(records.version_key(uid), records.encode(replace(record, version=version)))
+            put_version(tx, replace(record, version=version))
             return version
 
         return self._write(decide)
@@ -351,7 +297,18 @@ class ControlLedger:
     def report_installed(self, report: InstalledReport) -> None:
         """Keep what a generator says it serves, in place of its report before."""
         rules.check_report(report, self._limits)
-        self._write(lambda tx: history.put_report(tx, report))
+
+        def decide(tx: Transaction) -> None:
+            rules.check_worker(
+                read_worker(tx, report.worker_id),
+                worker_id=report.worker_id,
+                now_ms=tx.now_ms,
+                model_name=report.model_name,
+                role=WorkerRole.GENERATOR,
+            )
+            history.put_report(tx, report)
+
+        self._write(decide)
 
     def list_installed(
         self, model_name: str, *, live_only: bool = True
@@ -372,9 +329,97 @@ class ControlLedger:
         rules.require_count("limit", limit, least=1, most=rules.UINT32_MAX)
         return history.list_events(self._read(), after=after, limit=limit, limits=self._limits)
 
+    def get_chain(self, uid: str) -> Sequence[WeightVersion]:
+        """Return the versions that lead to this one, a full version first."""
+        rules.require_text(self._limits, uid=uid)
+        return chains.read_chain(self._read(), uid)
+
+    def record_delta(self, delta: Delta) -> Delta:
+        """Say that one artefact leads from a base to a target."""
+        rules.check_delta(delta, self._limits)
+        return self._write(lambda tx: chains.put_delta(tx, delta))
+
+    def list_deltas(self, target_version_id: str) -> Sequence[Delta]:
+        """Return the artefacts that lead to a version, by base."""
+        rules.require_text(self._limits, target_version_id=target_version_id)
+        tx = self._read()
+        require_version(tx, target_version_id)
+        found = tx.list(records.deltas_prefix(target_version_id))
+        return [records.decode_delta(r.value) for r in found]
+
+    def set_retention(self, model_name: str, policy: RetentionPolicy) -> None:
+        """Say which READY versions of a model stay."""
+        rules.require_text(self._limits, model_name=model_name)
+        rules.check_retention(policy)
+        record = RetentionRecord(model_name=model_name, policy=policy)
+        key = records.retention_key(model_name)
+        self._write(lambda tx: tx.put(key, records.encode(record)))
+
+    def get_retention(self, model_name: str) -> RetentionPolicy:
+        """Return the model's policy; by default everything stays."""
+        rules.require_text(self._limits, model_name=model_name)
+        value = self._read().get(records.retention_key(model_name))
+        return RetentionPolicy() if value is None else records.decode_retention(value).policy
+
+    def drain_worker(self, worker_id: str, *, resume: bool = False) -> None:
+        """Let a living worker begin nothing new, or again."""
+        rules.require_text(self._limits, worker_id=worker_id)
+        key = records.drain_key(worker_id)
+
+        def decide(tx: Transaction) -> None:
+            if not rules.is_alive(read_worker(tx, worker_id), tx.now_ms):
+                raise rules.not_found("living worker", worker_id)
+            if resume:
+                tx.delete(key)
+            else:
+                tx.put(key, records.encode_text(worker_id))
+
+        self._write(decide)
+
+    def list_draining(self) -> Sequence[str]:
+        """Return the ids of workers that begin nothing new."""
+        return [records.decode_text(r.value) for r in self._store.list(records.DRAINS)]
+
+    def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
+        """Return a model's versions that are gone, by uid."""
+        rules.require_text(self._limits, model_name=model_name)
+        found = (records.decode_tombstone(r.value) for r in self._store.list(records.TOMBSTONES))
+        return [tombstone for tombstone in found if tombstone.model_name == model_name]
+
     def reap(self) -> Reaped:
         """Remove what nobody will come back for; call it every few seconds."""
-        return reap(self._store, self._write, self._limits)
+        return sum(self.sweep(), start=Reaped())
+
+    def sweep(self) -> Iterator[Reaped]:
+        """Do what ``reap`` does in small steps, so that others get in between."""
+        return reaper.sweep(self._store, self._write, self._limits, self._catalog)
+
+    def collect_objects(self, collect: Callable[[ObjectStorageSource], None]) -> int:
+        """Have the objects of versions that are gone removed; return how many were.
+
+        ``collect`` may be called again for an object that it removed. What it raises passes
+        through; the object's turn comes again.
+        """
+        return reaper.collect_objects(self._store, self._write, collect)
+
+    @contextmanager
+    def group(self, keys: Sequence[str] = ()) -> Iterator[None]:
+        """Make everything that is called inside durable together, at the end.
+
+        Args:
+            keys: records that will be needed, if that is known; see hints.
+
+        Raises StoreError or ConflictError at the end if that failed: then nothing inside took
+        effect, whatever it returned.
+        """
+        try:
+            with self._group():
+                if keys and isinstance(self._store, SupportsPrefetch):
+                    self._store.prefetch(keys)
+                yield
+        except BaseException:
+            self._catalog.forget()
+            raise
 
     def close(self) -> None:
         """Close the store; idempotent."""
@@ -385,15 +430,9 @@ class ControlLedger:
         return Transaction(self._store)
 
     def _write(self, decide: Callable[[Transaction], T]) -> T:
-        with self._writing:
-            return transact(self._store, decide)
+        return transact(self._store, decide)
 
 
 def _missing_slots(record: VersionRecord) -> Sequence[str]:
     covered = set(record.covered_slots)
     return [slot for slot in record.version.expected_source_slots if slot not in covered]
-
-
-def _is_of_run(version: WeightVersion, run_id: str | None) -> bool:
-    described = version.description
-    return run_id is None or (described is not None and described.run_id == run_id)

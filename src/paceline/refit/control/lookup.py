@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from paceline.refit import lifecycle
 from paceline.refit.control import records, rules
-from paceline.refit.control.records import VersionRecord, VersionsHead
+from paceline.refit.control.records import ModelHead, VersionRecord, VersionsHead
 from paceline.refit.control.transaction import Transaction
 from paceline.refit.model import Lease, VersionState, WeightVersion, WorkerRegistration
 
@@ -36,6 +36,42 @@ def read_versions_head(tx: Transaction) -> VersionsHead:
     return VersionsHead() if value is None else records.decode_versions_head(value)
 
 
+REMOVALS_LISTED = 256
+"""Whoever missed more removals than these gets everything again."""
+
+
+def read_model_head(tx: Transaction, model_name: str) -> ModelHead:
+    """Return the count of changes to a model's versions, and its latest removals."""
+    value = tx.get(records.model_head_key(model_name))
+    return ModelHead() if value is None else records.decode_model_head(value)
+
+
+def put_version(tx: Transaction, record: VersionRecord) -> None:
+    """Write a version's record as news to its readers; at most once per transaction and model."""
+    version = record.version
+    head = read_model_head(tx, version.model_name)
+    head = replace(head, changes=head.changes + 1)
+    tx.put(records.model_head_key(version.model_name), records.encode(head))
+    tx.put(records.version_key(version.uid), records.encode(replace(record, changed=head.changes)))
+
+
+def drop_version(tx: Transaction, version: WeightVersion) -> None:
+    """Remove a version's record as news to its readers."""
+    head = read_model_head(tx, version.model_name)
+    changes = head.changes + 1
+    removed = (*head.removed, (changes, version.uid))
+    dropped, removed = removed[:-REMOVALS_LISTED], removed[-REMOVALS_LISTED:]
+    forgotten = dropped[-1][0] if dropped else head.forgotten
+    head = ModelHead(changes=changes, removed=removed, forgotten=forgotten)
+    tx.put(records.model_head_key(version.model_name), records.encode(head))
+    tx.delete(records.version_key(version.uid))
+
+
+def is_draining(tx: Transaction, worker_id: str) -> bool:
+    """Return whether a worker is to begin nothing new."""
+    return tx.get(records.drain_key(worker_id)) is not None
+
+
 def put_state(tx: Transaction, record: VersionRecord, state: VersionState) -> WeightVersion:
     """Write the version in ``state``; nothing if it is there already. Raises PreconditionError."""
     version = record.version
@@ -44,7 +80,7 @@ def put_state(tx: Transaction, record: VersionRecord, state: VersionState) -> We
     version = replace(version, state=state)
     releasing_at = tx.now_ms if state is VersionState.RELEASING else None
     record = replace(record, version=version, releasing_at_unix_ms=releasing_at)
-    tx.put(records.version_key(version.uid), records.encode(record))
+    put_version(tx, record)
     return version
 
 

@@ -8,14 +8,18 @@ Every method may raise ControlUnavailableError and AccessRefusedError (the clien
 InvalidRequestError for malformed arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
     Lease,
+    RetentionPolicy,
     Shard,
+    Tombstone,
+    VersionChanges,
     VersionDescription,
     VersionRequest,
     VersionState,
@@ -138,4 +142,59 @@ class ControlPlane(Protocol):
 
     def close(self) -> None:
         """Give the connection back; idempotent."""
+        ...
+
+
+class ControlKeeping(Protocol):
+    """Chains, retention and drain: what operators and relays need beside ControlPlane."""
+
+    def get_chain(self, uid: str) -> Sequence[WeightVersion]:
+        """Return the versions that lead to this one, a full version first.
+
+        Raises:
+            NotFoundError: it is unknown, or one on the way is gone.
+        """
+        ...
+
+    def record_delta(self, delta: Delta) -> Delta:
+        """Say that one artefact leads from a base to a target.
+
+        Raises:
+            NotFoundError, PreconditionError: base or target unknown, or of different models.
+            AlreadyExistsError: there is another one between them.
+        """
+        ...
+
+    def list_deltas(self, target_version_id: str) -> Sequence[Delta]:
+        """Return the artefacts that lead to a version, by base. Raises NotFoundError."""
+        ...
+
+    def set_retention(self, model_name: str, policy: RetentionPolicy) -> None:
+        """Say which READY versions of a model stay."""
+        ...
+
+    def get_retention(self, model_name: str) -> RetentionPolicy:
+        """Return the model's policy; by default everything stays."""
+        ...
+
+    def drain_worker(self, worker_id: str, *, resume: bool = False) -> None:
+        """Let a living worker begin nothing new, or again. Raises NotFoundError."""
+        ...
+
+    def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
+        """Return a model's versions that are gone, by uid."""
+        ...
+
+
+class ControlClient(ControlPlane, ControlKeeping, Protocol):
+    """A connection to the control service: everything, and streams."""
+
+    def watch_versions(
+        self, model_name: str, *, run_id: str | None = None, after: int = 0
+    ) -> Iterator[VersionChanges]:
+        """Yield what a model's versions are now, then every change, until closed.
+
+        Raises:
+            ControlUnavailableError: nobody answered within the timeout, or this was closed.
+        """
         ...

@@ -8,18 +8,21 @@ decode raises DamagedRecordError: it is never skipped and never guessed at.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from paceline.refit.errors import ControlError
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    RetentionPolicy,
     Shard,
+    Tombstone,
     VersionDescription,
     VersionState,
     WeightPayloadFormat,
@@ -34,6 +37,11 @@ VERSIONS = "version/"
 WORKERS = "worker/"
 LEASES = "lease/"
 REPORTS = "installed/"
+DRAINS = "drain/"
+RETENTION = "retention/"
+RUNS = "run/"
+
+TOMBSTONES = "gone/"
 
 VERSIONS_HEAD = "head/versions"
 EVENTS_HEAD = "head/events"
@@ -57,6 +65,8 @@ class VersionRecord:
     """Sorted; a slot is never taken back."""
     num_shards: int = 0
     releasing_at_unix_ms: int | None = None
+    changed: int = 0
+    """The model's count of changes when this version last changed for its readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +75,26 @@ class VersionsHead:
 
     created: int = 0
     kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHead:
+    """What happened to a model's versions; written by whatever changes one for its readers."""
+
+    changes: int = 0
+    removed: tuple[tuple[int, str], ...] = ()
+    """The latest removals: count of changes and uid, oldest first."""
+    forgotten: int = 0
+    """Removals up to this count of changes are no longer listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHead:
+    """What a run has published lately."""
+
+    roots: tuple[tuple[int, str], ...]
+    """Sequence and root digest, ascending; the last is how far the run is."""
+    at_unix_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +108,41 @@ class EventsHead:
 def version_key(uid: str) -> str:
     """Return where a version's record is."""
     return VERSIONS + _escape(uid)
+
+
+def model_head_key(model_name: str) -> str:
+    """Return where a model's count of changes is."""
+    return f"head/model/{_escape(model_name)}"
+
+
+def run_head_key(model_name: str, run_id: str) -> str:
+    """Return where it says how far a run has published."""
+    return f"{RUNS}{_escape(model_name)}/{_escape(run_id)}"
+
+
+def tombstone_key(uid: str) -> str:
+    """Return where it says that a version is gone."""
+    return TOMBSTONES + _escape(uid)
+
+
+def deltas_prefix(target: str) -> str:
+    """Return what the keys of the deltas to a version start with."""
+    return f"delta/{_escape(target)}/"
+
+
+def delta_key(target: str, base: str) -> str:
+    """Return where the delta from one version to another is."""
+    return deltas_prefix(target) + _escape(base)
+
+
+def retention_key(model_name: str) -> str:
+    """Return where a model's retention policy is."""
+    return RETENTION + _escape(model_name)
+
+
+def drain_key(worker_id: str) -> str:
+    """Return where it says that a worker is draining."""
+    return DRAINS + _escape(worker_id)
 
 
 def idempotency_key(model_name: str, key: str) -> str:
@@ -143,7 +208,12 @@ def event_twin_key(event: Event) -> str:
 
 def encode(value: object) -> bytes:
     """Return the canonical JSON of one of this module's dataclasses or the model's."""
-    return _dump(asdict(value))  # type: ignore[call-overload]
+    return _ENCODER.encode(value).encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields as they are; the encoder comes back for those inside."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def encode_text(text: str) -> bytes:
@@ -153,7 +223,7 @@ def encode_text(text: str) -> bytes:
 
 def encode_event(event: Event, *, index: int) -> bytes:
     """Return an event's record at its position."""
-    return _dump({**asdict(event), "index": index})
+    return _dump({**_fields(event), "index": index})
 
 
 def decode_version(value: bytes) -> VersionRecord:
@@ -168,6 +238,57 @@ def decode_version(value: bytes) -> VersionRecord:
         )
 
     return _decode(value, build)
+
+
+def decode_model_head(value: bytes) -> ModelHead:
+    """Read what ``encode`` wrote of a ModelHead."""
+
+    def build(fields: dict[str, Any]) -> ModelHead:
+        removed = tuple((int(change), str(uid)) for change, uid in fields.pop("removed"))
+        return ModelHead(removed=removed, **fields)
+
+    return _decode(value, build)
+
+
+def decode_run_head(value: bytes) -> RunHead:
+    """Read what ``encode`` wrote of a RunHead."""
+
+    def build(fields: dict[str, Any]) -> RunHead:
+        roots = tuple((int(sequence), str(root)) for sequence, root in fields.pop("roots"))
+        return RunHead(roots=roots, **fields)
+
+    return _decode(value, build)
+
+
+def decode_tombstone(value: bytes) -> Tombstone:
+    """Read what ``encode`` wrote of a Tombstone."""
+
+    def build(fields: dict[str, Any]) -> Tombstone:
+        source = fields.pop("object_storage")
+        return Tombstone(object_storage=None if source is None else _build_source(source), **fields)
+
+    return _decode(value, build)
+
+
+def decode_delta(value: bytes) -> Delta:
+    """Read what ``encode`` wrote of a Delta."""
+    return _decode(value, lambda fields: Delta(**fields))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRecord:
+    """A model's retention policy."""
+
+    model_name: str
+    policy: RetentionPolicy
+
+
+def decode_retention(value: bytes) -> RetentionRecord:
+    """Read what ``encode`` wrote of a RetentionRecord."""
+    return _decode(
+        value,
+        lambda fields: RetentionRecord(policy=RetentionPolicy(**fields.pop("policy")), **fields),
+    )
 
 
 def decode_shard(value: bytes) -> Shard:
@@ -236,7 +357,10 @@ def _escape(part: str) -> str:
 
 
 def _dump(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+    return _ENCODER.encode(fields).encode()
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False, default=_fields)
 
 
 def _decode(value: bytes, build: Callable[[dict[str, Any]], T]) -> T:

@@ -1,6 +1,7 @@
 """What a request may say, and when: pure checks that raise what the public protocol names."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +14,10 @@ from paceline.refit.errors import (
     PreconditionError,
 )
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
+    RetentionPolicy,
     Shard,
     VersionDescription,
     VersionRequest,
@@ -27,6 +30,8 @@ from paceline.refit.model import (
 
 UINT64_MAX = 2**64 - 1
 UINT32_MAX = 2**32 - 1
+
+_EVENT_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 
 REPORT_STATES = frozenset({"loading", "ready", "draining", "stale", "failed"})
 
@@ -52,6 +57,10 @@ class Limits:
     """A version that did not become READY by then is given up."""
     released_kept_s: int = 300
     """How long a version stays visible as RELEASING once nothing needs it."""
+    tombstones_kept_s: int = 30 * 24 * 3600
+    """How long the name of a version that is gone cannot be used again."""
+    tombstones_kept: int = 100_000
+    """In all, whatever their age; the oldest go."""
 
 
 def require_text(limits: Limits, **texts: str) -> None:
@@ -269,6 +278,34 @@ def check_leasable(version: WeightVersion, *, is_renewal: bool) -> None:
         )
 
 
+def check_not_draining(*, is_draining: bool, worker_id: str) -> None:
+    """Raise PreconditionError if the worker is to begin nothing new."""
+    if is_draining:
+        raise PreconditionError(f"worker {worker_id!r} is draining and begins nothing new")
+
+
+def check_delta(delta: Delta, limits: Limits) -> None:
+    """Raise InvalidRequestError for a delta that says too little, or leads nowhere."""
+    require_text(
+        limits,
+        base_version_id=delta.base_version_id,
+        target_version_id=delta.target_version_id,
+        digest=delta.digest,
+    )
+    require_address(limits, "uri", delta.uri)
+    require_count("payload_bytes", delta.payload_bytes)
+    if delta.base_version_id == delta.target_version_id:
+        raise InvalidRequestError("a delta leads from one version to another")
+
+
+def check_retention(policy: RetentionPolicy) -> None:
+    """Raise InvalidRequestError for numbers that a policy cannot have."""
+    require_count("keep_last", policy.keep_last, most=UINT32_MAX)
+    require_count("anchors_every", policy.anchors_every, most=UINT32_MAX)
+    if not math.isfinite(policy.anchor_cost) or policy.anchor_cost < 0:
+        raise InvalidRequestError(f"anchor_cost is {policy.anchor_cost}; it must be zero or more")
+
+
 def check_description(description: VersionDescription, limits: Limits) -> None:
     """Raise InvalidRequestError for a description that is incomplete or out of range."""
     require_text(limits, run_id=description.run_id, root_digest=description.root_digest)
@@ -294,7 +331,11 @@ def check_report(report: InstalledReport, limits: Limits) -> None:
         )
     if report.endpoint:
         require_address(limits, "endpoint", report.endpoint)
-    optional = {"version_id": report.version_id, "root_digest": report.root_digest}
+    optional = {
+        "version_id": report.version_id,
+        "root_digest": report.root_digest,
+        "verified": report.verified,
+    }
     require_text(limits, **{name: text for name, text in optional.items() if text})
     require_count("sequence", report.sequence, least=-1, most=2**63 - 1)
     require_count("installed_at_unix_ms", report.installed_at_unix_ms)
@@ -307,6 +348,10 @@ def check_report(report: InstalledReport, limits: Limits) -> None:
 def check_event(event: Event, limits: Limits) -> None:
     """Raise InvalidRequestError for an event without a name, a worker or a time."""
     require_text(limits, worker_id=event.worker_id, name=event.name)
+    if _EVENT_NAME.fullmatch(event.name) is None:
+        raise InvalidRequestError(
+            f"{event.name!r} is no event name; write lower-case words joined by points"
+        )
     require_count("at_unix_ms", event.at_unix_ms)
 
 

@@ -87,6 +87,12 @@ class EngineHealth:
     reason: str = ""
 
 
+THREADS_MAX = 1024
+"""More than any machine has cores; the math library ends the process when it cannot start them."""
+
+TEMPERATURE_MIN = 1e-5
+"""Below it logits divided by it leave float32, and one request's NaN would cost its whole batch."""
+
 PROMPT_STRIDE = 2**32
 """Seeds of one call's prompts are this far apart, far beyond the choices of each."""
 
@@ -97,7 +103,7 @@ class Sampling:
 
     max_tokens: int = 16
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 takes the most likely token; otherwise at least TEMPERATURE_MIN."""
     top_p: float = 1.0
     top_k: int = 0
     """Only the k most likely tokens; 0 is no limit."""
@@ -115,7 +121,11 @@ class Sampling:
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("n", self.n >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or a finite positive number"),
+            (
+                "temperature",
+                self.temperature == 0 or TEMPERATURE_MIN <= self.temperature < math.inf,
+                f"0, or finite and at least {TEMPERATURE_MIN:g}",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (no limit) or more"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
@@ -154,6 +164,8 @@ class EngineConfig:
         for field in ("threads", "max_batch", "max_waiting"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} must be at least 1")
+        if self.threads > THREADS_MAX:
+            raise UsageError(f"threads must be at most {THREADS_MAX}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,21 @@ from paceline.refit.digest import root_digest
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.payload import object_id_of
 from paceline.refit.manifest.render import render_manifest
-from paceline.refit.manifest.v1 import SCHEMA, Manifest, PayloadObject, Scheme, Segment
+from paceline.refit.manifest.v1 import (
+    SCHEMA,
+    Manifest,
+    PayloadObject,
+    Scheme,
+    Segment,
+    shape_problem,
+    text_problem,
+)
 from paceline.refit.model import DTYPE_BITS, TensorEntry, WeightPayloadFormat
 
 MANIFEST_BYTES_MAX = 64 * 2**20
 INTEGER_MAX = 2**53 - 1
 """Largest integer in a document: every JSON reader keeps it exact."""
 CHUNK_BYTES_MAX = 64 * 2**20
-TEXT_CHARS_MAX = 1024
-DIMENSIONS_MAX = 32
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _XXH128 = re.compile(r"[0-9a-f]{32}")
@@ -200,10 +206,8 @@ def _items(value: object, where: str) -> Sequence[tuple[object, str]]:
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise ParseError(ParseReason.WRONG_TYPE, where, "not a string")
-    if not 0 < len(value) <= TEXT_CHARS_MAX:
-        raise ParseError(ParseReason.OUT_OF_RANGE, where, f"{len(value)} characters")
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise ParseError(ParseReason.OUT_OF_RANGE, where, "half of a surrogate pair")
+    if problem := text_problem(value):
+        raise ParseError(ParseReason.OUT_OF_RANGE, where, problem)
     return value
 
 
@@ -236,8 +240,8 @@ def _tensor(value: object, where: str) -> TensorEntry:
     if dtype not in DTYPE_BITS:
         raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.dtype", dtype[:80])
     shape = tuple(_count(*item) for item in _items(fields["shape"], f"{where}.shape"))
-    if len(shape) > DIMENSIONS_MAX:
-        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.shape", f"{len(shape)} dimensions")
+    if problem := shape_problem(shape):
+        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.shape", problem)
     num_bytes = _count(fields["num_bytes"], f"{where}.num_bytes")
     if num_bytes * 8 != math.prod(shape) * DTYPE_BITS[dtype]:
         raise ParseError(ParseReason.INCONSISTENT, f"{where}.num_bytes", "not shape x dtype")

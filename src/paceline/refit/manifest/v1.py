@@ -1,11 +1,26 @@
 """Shapes of manifest schema 1; ``docs/formats/manifest-v1.md`` is the specification."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline.refit.model import TensorEntry, WeightPayloadFormat
 
 SCHEMA = "paceline.manifest.v1"
+TEXT_CHARS_MAX = 1024
+DIMENSIONS_MAX = 32
+
+
+def text_problem(text: str) -> str:
+    """Return why ``text`` cannot stand in a manifest; empty if it can."""
+    if not 0 < len(text) <= TEXT_CHARS_MAX:
+        return f"{len(text)} characters"
+    return "half of a surrogate pair" if any("\ud800" <= char <= "\udfff" for char in text) else ""
+
+
+def shape_problem(shape: Sequence[int]) -> str:
+    """Return why a tensor of this shape cannot stand in a manifest; empty if it can."""
+    return f"{len(shape)} dimensions" if len(shape) > DIMENSIONS_MAX else ""
 
 
 class Scheme(StrEnum):

@@ -26,6 +26,7 @@ from paceline.refit.errors import (
     StagingError,
 )
 from paceline.refit.model import (
+    InstalledReport,
     Shard,
     StagedWeightVersionShardData,
     TrainerStagingMode,
@@ -205,6 +206,8 @@ class Publisher:
 
     def wait_installed(self, *, timeout_s: float) -> bool:
         """Wait until every live generator serves the newest version; False at the deadline.
+
+        Generators that serve another run of the same model are not waited for.
 
         Raises:
             PublishError: nothing was published yet.
@@ -389,15 +392,20 @@ class Publisher:
     def _is_installed(self, head: OwnVersion) -> bool:
         model_name = self._options.model_name
         workers = self._control.list_workers(model_name)
-        roots = {
-            report.worker_id: report.root_digest
-            for report in self._control.list_installed(model_name)
-        }
+        reports = {report.worker_id: report for report in self._control.list_installed(model_name)}
         return all(
-            roots.get(worker.worker_id) == head.description.root_digest
+            self._has_it_or_is_elsewhere(reports.get(worker.worker_id), head)
             for worker in workers
             if worker.role is WorkerRole.GENERATOR
         )
+
+    def _has_it_or_is_elsewhere(self, report: InstalledReport | None, head: OwnVersion) -> bool:
+        """Say whether an engine serves ``head``, or follows another run of the same model."""
+        if report is None:
+            return False
+        uid = report.version_id
+        is_elsewhere = uid != "" and sequence_of(uid, self._options.run_id) < 0
+        return is_elsewhere or report.root_digest == head.description.root_digest
 
     def _register(self) -> None:
         self._control.register_worker(

@@ -50,6 +50,9 @@ from paceline.refit.transports.protocol import ObjectReader
 
 log = logging.getLogger(__name__)
 
+PROVEN = "live-bytes"
+"""How a report's root digest was proven: it was computed from the live parameters."""
+
 REASON_CHARS_MAX = 500
 
 EVENTS_KEPT_MAX = 200
@@ -342,6 +345,8 @@ class Receiver:
     def _tell(self) -> None:
         """Report what is live if that has changed, then the events that wait."""
         report = self._report()
+        # An install may have lasted longer than the registration.
+        self._register_if_due()
         if report != self._told:
             self._control.report_installed(report)
             self._told = report
@@ -367,6 +372,7 @@ class Receiver:
             fetched_bytes=last.fetched_bytes,
             refit_ms=last.refit_s * 1000,
             pause_ms=last.pause_s * 1000,
+            verified="" if installed is None else PROVEN,
         )
 
     def _note_outage(self, error: ControlError) -> None:

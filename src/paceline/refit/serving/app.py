@@ -196,7 +196,7 @@ class _Routes:
             for at, prompt in enumerate(wanted.prompts):
                 token_ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
                 futures.append(engine.submit(token_ids, wanted.sampling.for_prompt(at)))
-        except PacelineError:
+        except BaseException:
             _cancel(futures)
             raise
         return futures
@@ -206,6 +206,7 @@ class _Routes:
     ) -> list[Generation]:
         """Return the generations; whatever else ends the wait frees their places."""
         work = asyncio.gather(*map(asyncio.wrap_future, futures))
+        work.add_done_callback(_take_error)
         gone = asyncio.create_task(_disconnected(request))
         try:
             either: set[asyncio.Future[Any]] = {work, gone}
@@ -228,6 +229,12 @@ class _Routes:
 def _cancel(futures: Sequence["Future[Generation]"]) -> None:
     for future in futures:
         future.cancel()
+
+
+def _take_error(work: "asyncio.Future[Any]") -> None:
+    """Look at how abandoned work ended, so that asyncio does not report it as forgotten."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def _disconnected(request: Request) -> None:

@@ -65,6 +65,10 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
 def _load(body: bytes) -> dict[str, object]:
     try:
         document = json.loads(body)
+        # JSON can spell half a character ("\ud800"), which is no text and cannot be written.
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as exc:
+        raise BadRequestError("body", "holds a lone surrogate, which is no text") from exc
     except (ValueError, RecursionError) as exc:
         raise BadRequestError("body", f"is not JSON: {type(exc).__name__}") from exc
     if not isinstance(document, dict):

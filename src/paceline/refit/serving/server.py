@@ -1,10 +1,14 @@
 """A listening socket and the thread that answers on it."""
 
+import asyncio
 import socket
 import threading
+from typing import ClassVar
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PreflightError
@@ -14,22 +18,27 @@ CONNECTIONS_MAX = 512
 KEEP_ALIVE_S = 60
 """Longer than a training step usually takes, so that clients keep their connections."""
 
+HEAD_S = 20.0
+"""For the head of a request to arrive; whoever drips it would keep others out for ever."""
+
 
 class EngineServer:
     """Serves one application; the address is known before the application exists."""
 
-    def __init__(self, *, host: str, port: int, clock: Clock) -> None:
+    def __init__(self, *, host: str, port: int, clock: Clock, head_s: float = HEAD_S) -> None:
         """Listen at once, so that a taken port is found before a model is built.
 
         Args:
             host: an address of this machine.
             port: 0 picks a free one.
             clock: bounds starting and closing.
+            head_s: how long the head of a request may take to arrive.
 
         Raises:
             PreflightError: the address cannot be listened on.
         """
         self._clock = clock
+        self._protocol = type("Protocol", (_PunctualProtocol,), {"head_s": head_s})
         self._socket = _listen(host, port)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -46,6 +55,7 @@ class EngineServer:
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=self._protocol,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -79,6 +89,37 @@ class EngineServer:
             if self._thread.is_alive():
                 raise DeadlineExceededError(f"{self.endpoint} did not close in {timeout_s:g} s")
         self._socket.close()
+
+
+class _PunctualProtocol(H11Protocol):
+    """Uvicorn's own HTTP/1.1, which waits without end for a request's head, with an end."""
+
+    head_s: ClassVar[float]
+    _overdue: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        """Start the clock when a head is awaited, stop it when one is there."""
+        if self.conn.their_state is not h11.IDLE:
+            self._expect_nothing()
+        elif self._overdue is None:
+            self._overdue = self.loop.call_later(self.head_s, self.transport.abort)
+
+    def _expect_nothing(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
 
 
 def _listen(host: str, port: int) -> socket.socket:

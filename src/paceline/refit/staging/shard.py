@@ -17,7 +17,14 @@ from paceline.refit.manifest.payload import (
     render_header,
 )
 from paceline.refit.manifest.render import render_manifest
-from paceline.refit.manifest.v1 import Manifest, PayloadObject, Scheme, Segment
+from paceline.refit.manifest.v1 import (
+    Manifest,
+    PayloadObject,
+    Scheme,
+    Segment,
+    shape_problem,
+    text_problem,
+)
 from paceline.refit.model import (
     DTYPE_BITS,
     TensorBuffer,
@@ -113,10 +120,14 @@ def plan_layout(
     """Place tensors, given as (name, dtype, shape), one after another.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or a manifest cannot say what one is: every engine would refuse
+            every version.
     """
     placed, end = [], HEADER_BYTES
+    for name in aliases:
+        _refuse(name, text_problem(name))
     for name, dtype, shape in sorted(tensors):
+        _refuse(name, text_problem(name) or shape_problem(shape))
         offset = end + -end % ALIGNMENT
         num_bytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         placed.append(
@@ -131,6 +142,11 @@ def plan_layout(
         aliases=tuple(sorted(aliases.items())),
         num_bytes=end,
     )
+
+
+def _refuse(name: str, problem: str) -> None:
+    if problem:
+        raise ValueError(f"tensor {name[:80]!r} cannot stand in a manifest: {problem}")
 
 
 def describe_capture(layout: ShardLayout, arena: Arena) -> Capture:

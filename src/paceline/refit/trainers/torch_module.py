@@ -34,29 +34,13 @@ from paceline.refit.staging.shard import (
     full_shard_in_place,
     plan_layout,
 )
+from paceline.refit.staging.torch_bytes import (
+    DTYPE_WORDS,
+    WORD_DTYPES,
+    byte_view,
+    is_host_block,
+)
 from paceline.refit.trainers.protocol import TrainerEngineAdapter
-
-_WORDS: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-if hasattr(torch, "float8_e8m0fnu"):  # younger than the oldest torch we take
-    _WORDS[torch.float8_e8m0fnu] = "F8_E8M0"
-_DTYPES = {word: dtype for dtype, word in _WORDS.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -262,9 +246,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             for pattern, word in self._wire_dtypes.items():
                 if fnmatchcase(name, pattern):
                     return word
-        if tensor.dtype not in _WORDS:
+        if tensor.dtype not in DTYPE_WORDS:
             raise ValueError(f"tensor {name!r} is {tensor.dtype}, which has no wire dtype")
-        return _WORDS[tensor.dtype]
+        return DTYPE_WORDS[tensor.dtype]
 
     def _copy_into(self, arena: Arena, layout: ShardLayout) -> None:
         tensors, _ = _collect(self._bound)
@@ -272,7 +256,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         with torch.no_grad():
             for item in layout.tensors:
                 raw = whole[item.offset : item.offset + item.num_bytes]
-                raw.view(_DTYPES[item.dtype]).view(item.shape).copy_(tensors[item.name])
+                raw.view(WORD_DTYPES[item.dtype]).view(item.shape).copy_(tensors[item.name])
 
     def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
         buffers = self._guard.stage()
@@ -309,8 +293,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
 def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
     for pattern, word in wire_dtypes.items():
-        if word not in _DTYPES or not _DTYPES[word].is_floating_point:
-            floats = sorted(known for known, dtype in _DTYPES.items() if dtype.is_floating_point)
+        if word not in WORD_DTYPES or not WORD_DTYPES[word].is_floating_point:
+            floats = sorted(
+                known for known, dtype in WORD_DTYPES.items() if dtype.is_floating_point
+            )
             raise ValueError(f"wire dtype {word!r} of {pattern!r}: one of {', '.join(floats)}")
     return dict(wire_dtypes)
 
@@ -322,8 +308,11 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            raise ValueError(f"{name!r} is a {type(value).__name__}, not a plain tensor")
+        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not is_plain or value.is_meta:
+            raise ValueError(
+                f"{name!r} is a {type(value).__name__}, not a plain tensor with data of its own"
+            )
         item = value.detach()
         where = (item.device, item.data_ptr(), item.dtype, tuple(item.shape), item.stride())
         if item.numel() and where in seen:
@@ -335,17 +324,12 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not is_host_block(tensor):
         raise StagingError(
             f"tensor {name!r} is not contiguous in host memory and cannot be served in place; "
             "stage with COPY_TO_HOST"
         )
-    return TensorBuffer(
-        name=name,
-        dtype=_WORDS[tensor.dtype],
-        shape=tuple(tensor.shape),
-        data=tensor.view(-1).view(torch.uint8).numpy().data,
-    )
+    return byte_view(name, tensor)
 
 
 def _buffers_of(staged: StagedWeightVersionShardData) -> StagedBuffers:

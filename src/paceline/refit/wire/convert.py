@@ -15,12 +15,16 @@ from google.protobuf.message import Message
 
 from paceline.refit.errors import InvalidRequestError
 from paceline.refit.model import (
+    Delta,
     Event,
     InstalledReport,
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    RetentionPolicy,
     Shard,
+    Tombstone,
+    VersionChanges,
     VersionDescription,
     VersionRequest,
     VersionState,
@@ -273,6 +277,7 @@ def to_report(report: InstalledReport) -> own.InstalledReport:
         fetched_bytes=report.fetched_bytes,
         refit_ms=report.refit_ms,
         pause_ms=report.pause_ms,
+        verified=report.verified,
     )
 
 
@@ -290,6 +295,7 @@ def parse_report(message: own.InstalledReport) -> InstalledReport:
         fetched_bytes=message.fetched_bytes,
         refit_ms=message.refit_ms,
         pause_ms=message.pause_ms,
+        verified=message.verified,
     )
 
 
@@ -312,6 +318,90 @@ def parse_event(message: own.Event) -> Event:
         at_unix_ms=message.at_unix_ms,
         fields=parse_fields(message.fields_json),
         index=message.index,
+    )
+
+
+def to_changes(changes: VersionChanges) -> own.WatchVersionsResponse:
+    """Render what happened to a model's versions."""
+    return own.WatchVersionsResponse(
+        revision=changes.revision,
+        records=map(to_record, changes.versions),
+        removed=changes.removed,
+        reset=changes.reset,
+    )
+
+
+def parse_changes(message: own.WatchVersionsResponse) -> VersionChanges:
+    """Read what happened to a model's versions."""
+    return VersionChanges(
+        revision=message.revision,
+        versions=tuple(map(parse_record, message.records)),
+        removed=tuple(message.removed),
+        reset=message.reset,
+    )
+
+
+def to_delta(delta: Delta) -> own.Delta:
+    """Render an artefact that leads from a base to a target."""
+    return own.Delta(
+        base_version_id=delta.base_version_id,
+        target_version_id=delta.target_version_id,
+        payload_bytes=delta.payload_bytes,
+        digest=delta.digest,
+        uri=delta.uri,
+        created_at_unix_ms=delta.created_at_unix_ms,
+    )
+
+
+def parse_delta(message: own.Delta) -> Delta:
+    """Read an artefact that leads from a base to a target."""
+    return Delta(
+        base_version_id=message.base_version_id,
+        target_version_id=message.target_version_id,
+        payload_bytes=message.payload_bytes,
+        digest=message.digest,
+        uri=message.uri,
+        created_at_unix_ms=message.created_at_unix_ms,
+    )
+
+
+def to_retention(policy: RetentionPolicy) -> own.RetentionPolicy:
+    """Render a policy."""
+    return own.RetentionPolicy(
+        keep_last=policy.keep_last,
+        anchors_every=policy.anchors_every,
+        anchor_cost=policy.anchor_cost,
+    )
+
+
+def parse_retention(message: own.RetentionPolicy) -> RetentionPolicy:
+    """Read a policy."""
+    return RetentionPolicy(
+        keep_last=message.keep_last,
+        anchors_every=message.anchors_every,
+        anchor_cost=message.anchor_cost,
+    )
+
+
+def to_tombstone(tombstone: Tombstone) -> own.Tombstone:
+    """Render what is left of a version."""
+    return own.Tombstone(
+        uid=tombstone.uid,
+        model_name=tombstone.model_name,
+        removed_at_unix_ms=tombstone.removed_at_unix_ms,
+        object_storage=_to_object_storage(tombstone.object_storage),
+        is_collected=tombstone.is_collected,
+    )
+
+
+def parse_tombstone(message: own.Tombstone) -> Tombstone:
+    """Read what is left of a version."""
+    return Tombstone(
+        uid=message.uid,
+        model_name=message.model_name,
+        removed_at_unix_ms=message.removed_at_unix_ms,
+        object_storage=_parse_object_storage(message),
+        is_collected=message.is_collected,
     )
 
 
@@ -361,7 +451,7 @@ def _to_object_storage(source: ObjectStorageSource | None) -> public.ObjectStora
 
 
 def _parse_object_storage(
-    message: public.WeightVersion | public.CreateWeightVersionRequest,
+    message: public.WeightVersion | public.CreateWeightVersionRequest | own.Tombstone,
 ) -> ObjectStorageSource | None:
     if not message.HasField("object_storage"):
         return None

@@ -16,7 +16,7 @@ from paceline.core.errors import PreflightError
 
 TOOLS_VERSION = "1.71.2"
 PACKAGE_DIR = "paceline/refit/wire"
-PROTO_NAMES = ("refit", "paceline_refit_v1")
+PROTO_NAMES = ("refit", "paceline_refit_v1", "health")
 
 _OWN_POOL = {
     "from google.protobuf import descriptor_pool as _descriptor_pool\n": (

@@ -95,13 +95,15 @@ class ListWorkersRequest(_message.Message):
     def __init__(self, model_name: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "draining")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_refit_pb2.WorkerRegistration]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_refit_pb2.WorkerRegistration, _Mapping]]] = ...) -> None: ...
+    draining: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_refit_pb2.WorkerRegistration, _Mapping]]] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class InstalledReport(_message.Message):
-    __slots__ = ("worker_id", "model_name", "endpoint", "version_id", "sequence", "root_digest", "state", "installed_at_unix_ms", "fetched_bytes", "refit_ms", "pause_ms")
+    __slots__ = ("worker_id", "model_name", "endpoint", "version_id", "sequence", "root_digest", "state", "installed_at_unix_ms", "fetched_bytes", "refit_ms", "pause_ms", "verified")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,7 @@ class InstalledReport(_message.Message):
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFIT_MS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_name: str
     endpoint: str
@@ -124,7 +127,8 @@ class InstalledReport(_message.Message):
     fetched_bytes: int
     refit_ms: float
     pause_ms: float
-    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., endpoint: _Optional[str] = ..., version_id: _Optional[str] = ..., sequence: _Optional[int] = ..., root_digest: _Optional[str] = ..., state: _Optional[str] = ..., installed_at_unix_ms: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., refit_ms: _Optional[float] = ..., pause_ms: _Optional[float] = ...) -> None: ...
+    verified: str
+    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., endpoint: _Optional[str] = ..., version_id: _Optional[str] = ..., sequence: _Optional[int] = ..., root_digest: _Optional[str] = ..., state: _Optional[str] = ..., installed_at_unix_ms: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., refit_ms: _Optional[float] = ..., pause_ms: _Optional[float] = ..., verified: _Optional[str] = ...) -> None: ...
 
 class ReportInstalledRequest(_message.Message):
     __slots__ = ("report",)
@@ -187,3 +191,175 @@ class ListEventsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class WatchVersionsRequest(_message.Message):
+    __slots__ = ("model_name", "run_id", "after")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    run_id: str
+    after: int
+    def __init__(self, model_name: _Optional[str] = ..., run_id: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+
+class WatchVersionsResponse(_message.Message):
+    __slots__ = ("revision", "records", "removed", "reset")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    records: _containers.RepeatedCompositeFieldContainer[VersionRecord]
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    reset: bool
+    def __init__(self, revision: _Optional[int] = ..., records: _Optional[_Iterable[_Union[VersionRecord, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., reset: bool = ...) -> None: ...
+
+class WatchWorkersRequest(_message.Message):
+    __slots__ = ("model_name",)
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    def __init__(self, model_name: _Optional[str] = ...) -> None: ...
+
+class WatchWorkersResponse(_message.Message):
+    __slots__ = ("workers", "draining")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_refit_pb2.WorkerRegistration]
+    draining: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_refit_pb2.WorkerRegistration, _Mapping]]] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchLeasesRequest(_message.Message):
+    __slots__ = ("version_id",)
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class WatchLeasesResponse(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[_refit_pb2.VersionLease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[_refit_pb2.VersionLease, _Mapping]]] = ...) -> None: ...
+
+class GetChainRequest(_message.Message):
+    __slots__ = ("uid",)
+    UID_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    def __init__(self, uid: _Optional[str] = ...) -> None: ...
+
+class GetChainResponse(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[VersionRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[VersionRecord, _Mapping]]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("base_version_id", "target_version_id", "payload_bytes", "digest", "uri", "created_at_unix_ms")
+    BASE_VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    base_version_id: str
+    target_version_id: str
+    payload_bytes: int
+    digest: str
+    uri: str
+    created_at_unix_ms: int
+    def __init__(self, base_version_id: _Optional[str] = ..., target_version_id: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., uri: _Optional[str] = ..., created_at_unix_ms: _Optional[int] = ...) -> None: ...
+
+class RecordDeltaRequest(_message.Message):
+    __slots__ = ("delta",)
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    delta: Delta
+    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
+
+class RecordDeltaResponse(_message.Message):
+    __slots__ = ("delta",)
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    delta: Delta
+    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
+
+class ListDeltasRequest(_message.Message):
+    __slots__ = ("target_version_id",)
+    TARGET_VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    target_version_id: str
+    def __init__(self, target_version_id: _Optional[str] = ...) -> None: ...
+
+class ListDeltasResponse(_message.Message):
+    __slots__ = ("deltas",)
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
+class RetentionPolicy(_message.Message):
+    __slots__ = ("keep_last", "anchors_every", "anchor_cost")
+    KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
+    ANCHORS_EVERY_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_COST_FIELD_NUMBER: _ClassVar[int]
+    keep_last: int
+    anchors_every: int
+    anchor_cost: float
+    def __init__(self, keep_last: _Optional[int] = ..., anchors_every: _Optional[int] = ..., anchor_cost: _Optional[float] = ...) -> None: ...
+
+class SetRetentionRequest(_message.Message):
+    __slots__ = ("model_name", "policy")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    policy: RetentionPolicy
+    def __init__(self, model_name: _Optional[str] = ..., policy: _Optional[_Union[RetentionPolicy, _Mapping]] = ...) -> None: ...
+
+class SetRetentionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetRetentionRequest(_message.Message):
+    __slots__ = ("model_name",)
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    def __init__(self, model_name: _Optional[str] = ...) -> None: ...
+
+class GetRetentionResponse(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: RetentionPolicy
+    def __init__(self, policy: _Optional[_Union[RetentionPolicy, _Mapping]] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "resume")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    resume: bool
+    def __init__(self, worker_id: _Optional[str] = ..., resume: bool = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Tombstone(_message.Message):
+    __slots__ = ("uid", "model_name", "removed_at_unix_ms", "object_storage", "is_collected")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_STORAGE_FIELD_NUMBER: _ClassVar[int]
+    IS_COLLECTED_FIELD_NUMBER: _ClassVar[int]
+    uid: str
+    model_name: str
+    removed_at_unix_ms: int
+    object_storage: _refit_pb2.ObjectStorageSource
+    is_collected: bool
+    def __init__(self, uid: _Optional[str] = ..., model_name: _Optional[str] = ..., removed_at_unix_ms: _Optional[int] = ..., object_storage: _Optional[_Union[_refit_pb2.ObjectStorageSource, _Mapping]] = ..., is_collected: bool = ...) -> None: ...
+
+class ListTombstonesRequest(_message.Message):
+    __slots__ = ("model_name",)
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    def __init__(self, model_name: _Optional[str] = ...) -> None: ...
+
+class ListTombstonesResponse(_message.Message):
+    __slots__ = ("tombstones",)
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    tombstones: _containers.RepeatedCompositeFieldContainer[Tombstone]
+    def __init__(self, tombstones: _Optional[_Iterable[_Union[Tombstone, _Mapping]]] = ...) -> None: ...

@@ -9,10 +9,11 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from paceline.refit.errors import InvalidRequestError
-from paceline.refit.wire import paceline_refit_v1_pb2, refit_pb2
+from paceline.refit.wire import health_pb2, paceline_refit_v1_pb2, refit_pb2
 
 __all__ = [
     "CONTROL_RPCS",
+    "HEALTH_SERVICE",
     "OWN_SERVICE",
     "PUBLIC_SERVICE",
     "RPCS",
@@ -25,16 +26,18 @@ __all__ = [
 PUBLIC_SERVICE: Final = "model_express.refit.RefitService"
 WORKER_SERVICE: Final = "model_express.refit.RefitWorkerService"
 OWN_SERVICE: Final = "paceline.refit.v1.ControlService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rpc:
-    """One unary call."""
+    """One call: one request, and one reply or a stream of them."""
 
     service: str
     name: str
     request: type[Message]
     reply: type[Message]
+    is_stream: bool = False
 
     @property
     def path(self) -> str:
@@ -65,18 +68,21 @@ def _rpcs(file: FileDescriptor) -> Iterator[Rpc]:
                 name=method.name,
                 request=message_factory.GetMessageClass(method.input_type),
                 reply=message_factory.GetMessageClass(method.output_type),
+                is_stream=method.server_streaming,
             )
 
 
 RPCS: Final[Mapping[str, Rpc]] = {
     rpc.path: rpc
-    for file in (refit_pb2.DESCRIPTOR, paceline_refit_v1_pb2.DESCRIPTOR)
+    for file in (refit_pb2.DESCRIPTOR, paceline_refit_v1_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
     for rpc in _rpcs(file)
 }
-"""Path -> call, of all three services."""
+"""Path -> call, of all services."""
 
-CONTROL_RPCS: Final = tuple(rpc for rpc in RPCS.values() if rpc.service != WORKER_SERVICE)
-"""What the central service answers."""
+CONTROL_RPCS: Final = tuple(
+    rpc for rpc in RPCS.values() if rpc.service in (PUBLIC_SERVICE, OWN_SERVICE)
+)
+"""What the central service answers to those who have a token."""
 
 
 def rpc_named(service: str, name: str) -> Rpc:

@@ -625,7 +625,12 @@ class ControlPlaneContract(ABC):
         nothing = replace(REPORT, version_id="", sequence=-1, root_digest="", endpoint="")
         plane.report_installed(nothing)
         plane.report_installed(REPORT)
-        plane.report_installed(replace(REPORT, worker_id="g-dead", state="loading"))
+        dead = replace(REPORT, worker_id="g-dead", state="loading")
+        with pytest.raises(PreconditionError):
+            plane.report_installed(dead)
+        plane.register_worker(replace(GENERATOR, worker_id="g-dead"), ttl_seconds=1)
+        plane.report_installed(dead)
+        clock.advance(1)
         assert plane.list_installed(MODEL) == [REPORT]
         everybody = plane.list_installed(MODEL, live_only=False)
         assert [r.worker_id for r in everybody] == ["g-0", "g-dead"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from paceline.core.clock import Clock
-from paceline.store.protocol import ABSENT, ConflictError, Store, StoreError
+from paceline.store.protocol import ABSENT, ConflictError, Store, StoreError, SupportsGroups
 from paceline.testing.clock import FakeClock
 
 _KEYS = st.sampled_from(["a", "a/", "a/1", "a/10", "a/2", "a0", "b/\u00e9", "b/\U0010ffff", "\x00"])
@@ -44,6 +44,29 @@ class StoreContract(ABC):
             Machine,
             settings=settings(max_examples=20, stateful_step_count=15, deadline=None),
         )
+
+    def test_a_group_takes_effect_together(self, store: Store) -> None:
+        """Inside, each commit is seen by the next; a body that raises leaves nothing of it."""
+        if not isinstance(store, SupportsGroups):
+            pytest.skip("this store has no groups")
+        with store.group():
+            store.commit(expect={"a": ABSENT}, writes={"a": b"1", "b": b"1"})
+            first = store.get("a")
+            assert first is not None
+            with pytest.raises(ConflictError):
+                store.commit(expect={"a": ABSENT}, writes={"a": b"0", "c": b"0"})
+            store.commit(expect={"a": first.revision}, writes={"a": b"2", "b": None})
+            assert [(r.key, r.value) for r in store.list("")] == [("a", b"2")]
+        before = store.list("")
+        assert [(r.key, r.value) for r in before] == [("a", b"2")]
+        with pytest.raises(KeyError), store.group():
+            store.commit(expect={"a": before[0].revision}, writes={"a": None, "d": b"1"})
+            assert [r.key for r in store.list("")] == ["d"]
+            raise KeyError
+        assert store.list("") == before
+        with store.group():
+            assert store.get("a") == before[0]
+        store.commit(expect={"a": before[0].revision}, writes={"a": b"3"})
 
     def test_a_failed_expectation_changes_nothing(self, store: Store) -> None:
         """One wrong revision among several keys leaves all of them as they were."""

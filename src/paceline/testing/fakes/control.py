@@ -7,7 +7,8 @@ from paceline.core.retry import RetryPolicy
 from paceline.refit.control.auth import FixedTokens, TokenRole, new_tokens
 from paceline.refit.control.client import PATIENT, GrpcControlPlane
 from paceline.refit.control.ledger import ControlLedger
-from paceline.refit.control.service import ControlServer
+from paceline.refit.control.pacing import ServiceLimits
+from paceline.refit.control.service import ControlServer, ServiceOptions
 from paceline.store.protocol import Store
 from paceline.system import chance, system_clock
 
@@ -25,14 +26,19 @@ def counting() -> Callable[[], str]:
 class LoopbackControl:
     """A service over a store; it can be stopped and started again on its port."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, limits: ServiceLimits | None = None) -> None:
+        self._limits = limits or ServiceLimits()
         self.ledger = ControlLedger(store, nonce=counting())
         self.address = "127.0.0.1:0"
         self.start()
 
     def start(self) -> None:
         """Serve, on the port of the last time if there was one."""
-        self._server = ControlServer(self.ledger, tokens=FixedTokens(TOKENS), listen=self.address)
+        self._server = ControlServer(
+            self.ledger,
+            tokens=FixedTokens(TOKENS),
+            options=ServiceOptions(listen=self.address, limits=self._limits),
+        )
         self.address = self._server.start()
 
     def stop(self) -> None:

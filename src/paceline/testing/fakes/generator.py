@@ -41,6 +41,7 @@ class FakeGenerator:
         self._aliases = dict(aliases or {})
         self._installed: InstalledVersion | None = None
         self._pass = threading.Lock()
+        self._is_closed = False
         self.is_held = False
         self.held: list[Future[Generation]] = []
         self.requests: list[tuple[tuple[int, ...], Sampling]] = []
@@ -94,8 +95,8 @@ class FakeGenerator:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Generation]":
         """Answer at once, or when the test finishes one of ``held``."""
-        if self._installed is None:
-            raise EngineNotReadyError("nothing is installed")
+        if self._installed is None or self._is_closed:
+            raise EngineNotReadyError("nothing is installed, or the engine is closed")
         self.requests.append((tuple(prompt), sampling))
         future: Future[Generation] = Future()
         if self.is_held:
@@ -126,7 +127,8 @@ class FakeGenerator:
         return EngineLoad(running=0, waiting=sum(not each.done() for each in self.held))
 
     def close(self, *, timeout_s: float) -> None:
-        """Fail what is held."""
+        """Fail what is held, and take nothing more."""
+        self._is_closed = True
         for future in self.held:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(EngineNotReadyError("closed"))

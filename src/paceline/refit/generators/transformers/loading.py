@@ -41,11 +41,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if config.device != "cpu":
         # The receiver writes and proves host bytes; a device copy would be a second truth.
         raise UsageError(f"engine 'transformers' runs on device 'cpu', not on {config.device!r}")
+    if not config.model_dir.is_dir():
+        raise PreflightError(f"{config.model_dir} is no directory; --model wants one of a model")
     try:
         described = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(config.model_dir, local_files_only=True)
         model = AutoModelForCausalLM.from_config(described, dtype=dtype)
-    except (OSError, ValueError, KeyError) as exc:
+    except Exception as exc:  # transformers raises what its many validators raise
         raise PreflightError(
             f"{config.model_dir} does not hold a model that transformers can build "
             f"(config.json and a tokenizer are needed): {exc}"

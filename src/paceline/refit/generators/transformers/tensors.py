@@ -7,27 +7,7 @@ import torch
 
 from paceline.core.errors import PreflightError
 from paceline.refit.model import TensorBuffer
-
-DTYPE_WORDS: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-"""The words of safetensors."""
+from paceline.refit.staging.torch_bytes import DTYPE_WORDS, byte_view, is_host_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +36,7 @@ def view_live_tensors(module: torch.nn.Module) -> LiveTensors:
         owner = owners.get(place) if place[1] else None
         if owner is None:
             owners[place] = name
-            buffers[name] = _view(name, tensor)
+            buffers[name] = byte_view(name, tensor)
         elif buffers[owner].shape == tuple(tensor.shape):
             aliases[name] = owner
         else:
@@ -65,18 +45,8 @@ def view_live_tensors(module: torch.nn.Module) -> LiveTensors:
     return LiveTensors(buffers=buffers, aliases=aliases)
 
 
-def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    return TensorBuffer(
-        name=name,
-        dtype=DTYPE_WORDS[tensor.dtype],
-        shape=tuple(tensor.shape),
-        data=raw.numpy().data,
-    )
-
-
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not is_host_block(tensor):
         raise PreflightError(f"{name} is not one dense block of CPU memory ({tensor.device})")
     if tensor.dtype not in DTYPE_WORDS:
         raise PreflightError(f"{name} has dtype {tensor.dtype}, which manifests cannot name")

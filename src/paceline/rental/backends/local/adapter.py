@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -153,9 +154,11 @@ class LocalBackend:
         try:
             self._remote(h).close(force=force)
             with self._locked():
+                gone = self._home / f".gone-{h.instance_id}-{self._parts.nonce()}"
                 # Another teardown may have been quicker; then there is nothing left to do.
                 with contextlib.suppress(FileNotFoundError):
-                    root.rename(self._home / f".gone-{h.instance_id}-{self._parts.nonce()}")
+                    root.rename(gone)
+                    _remove_tree(gone)
                 self._sweep()
         except OSError as exc:
             raise BackendError(
@@ -227,10 +230,16 @@ class LocalBackend:
         sync_directory(self._home)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left half-way; call it under the lock."""
+        """Remove what a killed process left half-way; call it under the lock.
+
+        What resists is nobody's machine any more and keeps nobody from making one.
+        """
         for pattern in (".new-*", ".gone-*"):
             for path in self._home.glob(pattern):
-                shutil.rmtree(path)
+                try:
+                    _remove_tree(path)
+                except OSError as exc:
+                    _log.warning("left-over %s cannot be removed: %s; remove it", path, exc)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -247,6 +256,22 @@ class LocalBackend:
         while not path.is_dir() and path != path.parent:
             path = path.parent
         return shutil.disk_usage(path).free / _GB
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a directory, with all that a role made unwritable or unreadable in it."""
+    _open_up(root)
+    for parent, names, _ in os.walk(root):
+        for name in names:
+            _open_up(Path(parent, name))
+    shutil.rmtree(root)
+
+
+def _open_up(directory: Path) -> None:
+    """Let the owner in; a link is left alone, since it may lead out of the machine."""
+    mode = directory.lstat().st_mode
+    if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
+        directory.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
 
 
 def _read_record(root: Path) -> MachineRecord | None:
