@@ -16,7 +16,7 @@ PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system constraints clean
+.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system image constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -41,7 +41,7 @@ setup: $(VENV)/.dev  ## make .venv with everything that the checks need
 run: $(VENV)/.demo  ## train the example on this computer: one trainer, two rollout engines
 	$(BIN)/paceline up examples/arithmetic/local.yaml --yes
 
-test: setup system lint types layers proto-check peer unit  ## every check
+test: setup system image lint types layers proto-check peer unit  ## every check
 
 lint: setup  ## style, formatting, spelling
 	$(BIN)/ruff format --check .
@@ -55,7 +55,7 @@ layers: setup  ## which way imports point
 	$(BIN)/lint-imports importlinter.toml
 
 unit: setup  ## the tests
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu and not slow'
+	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
 
 coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
 	$(BIN)/pytest -q -n 2 -m 'not gpu and not slow' --cov=paceline --cov-branch --cov-report=
@@ -63,6 +63,9 @@ coverage: setup  ## how much of the deciding code the tests reach; 98 % is the f
 
 system:  ## Debian packages that tests need, when we may install them
 	@.ci/system-packages
+
+image: setup system  ## begin to make the image of the container tests, beside what follows
+	@$(BIN)/python -m paceline.testing.engine >/dev/null 2>&1 &
 
 $(PROTO_VENV)/bin/python:
 	$(PYTHON) -m venv $(PROTO_VENV)

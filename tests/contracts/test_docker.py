@@ -24,8 +24,7 @@ from paceline.testing.engine import IMAGE, engine, lacking
 if TYPE_CHECKING:
     from paceline.rental.backends.docker.adapter import DockerBackend
 
-# One worker for all of them: each would start an engine of its own.
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300), pytest.mark.xdist_group("docker")]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="session")

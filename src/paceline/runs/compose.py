@@ -15,6 +15,7 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.rental import BackendAdapter, backend_names, load_backend
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import is_name
+from paceline.rental.remote.keys import ensure_key_pair
 from paceline.runs.bootstrap import role_env
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
@@ -27,6 +28,8 @@ from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
 CONTROL_TIMEOUT_S = 5.0
+KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
+"""Whose machines let us in without the operator's key for rented ones."""
 JOURNAL = "events.jsonl"
 TOKEN_ROLES = {
     RoleKind.TRAINER: "trainer",
@@ -133,6 +136,8 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
     _refuse_odd_id(order.run_id)
     run_dir = services.run_dir(order.run_id)
     out = _made(order.out).resolve()
+    if {name for role in order.job.roles for name in role.backends} - KEYLESS_BACKENDS:
+        ensure_key_pair(services.ssh_pubkey_path)
     with OwnerLock(run_dir):
         record = RunRecord(
             run_id=order.run_id,

@@ -158,6 +158,12 @@ def _unpack(archive: Path, root: Path) -> None:
     _run(["tar", "-C", str(root), "--keep-directory-symlink", "-xf", str(content)])
 
 
+def main() -> None:
+    """Make the image ahead of the tests that need it, where that is possible."""
+    if lacking() is None:
+        _image_file()
+
+
 def _run(argv: list[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         argv,
@@ -171,3 +177,7 @@ def _run(argv: list[str], *, check: bool = True) -> subprocess.CompletedProcess[
     if check and done.returncode != 0:
         raise PreflightError(f"{' '.join(argv[:4])}: {done.stderr[-500:] or done.stdout[-500:]}")
     return done
+
+
+if __name__ == "__main__":
+    main()

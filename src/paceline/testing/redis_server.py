@@ -35,7 +35,7 @@ class RedisServer:
     def start(self) -> None:
         """Run it, and wait until it answers. Raises RuntimeError, DeadlineExceededError."""
         options = ["--appendonly", "yes", "--appendfsync", "always"] if self._durable else []
-        self._process = subprocess.Popen(  # noqa: S603 - a fixed command line
+        self._process = subprocess.Popen(
             [
                 redis_program() or "redis-server",
                 *("--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),

@@ -10,7 +10,6 @@ from paceline.rental.remote.rules import refuse_empty
 
 RSYNC_VANISHED = 24
 """Exit status of rsync when files went away while it copied: whoever writes there goes on."""
-PARTIAL_DIR = ".paceline-partial"
 CONTROL_PERSIST_S = 60
 _RSYNC_PROTOCOL_MIN = 31
 # Waits for one line on its input before it becomes the command. Whoever starts it writes down
@@ -46,7 +45,7 @@ def rsync_argv(
 def remote_rsync_argv(
     local: Sequence[str],
     *,
-    shell: Sequence[str],
+    words: Sequence[str],
     make_parent: str | None = None,
     timeout_s: int,
     with_progress: bool,
@@ -54,20 +53,21 @@ def remote_rsync_argv(
     """Return ``local``, a command of ``rsync_argv``, as one that reaches a machine.
 
     Paths go through rsync's own protocol (``-s``), past the machine's shell. What a broken
-    connection left is kept in a directory apart, never under the file's own name, and goes on
-    from there the next time.
+    connection left of a file is kept, and the next try goes on from there. It has the file's
+    own name until then: a directory apart would be one more pattern for every name, which made
+    a look at 10,000 unchanged files half as long again.
 
     Args:
         local: what ``rsync_argv`` returned, with ``machine:path`` for the far side.
-        shell: the command that starts a program on the machine, to which rsync adds the
+        words: the command that starts a program on the machine, to which rsync adds the
             machine's name and the program.
         make_parent: a directory that is made on the machine first.
         timeout_s: a transfer in which nothing moves for so long is ended.
         with_progress: print how far it is.
     """
     program, *rest = local
-    options = ["-s", f"--partial-dir={PARTIAL_DIR}", f"--timeout={timeout_s}"]
-    options += ["-e", " ".join(_rsync_word(word) for word in shell)]
+    options = ["-s", "--partial", f"--timeout={timeout_s}"]
+    options += ["-e", " ".join(_rsync_word(word) for word in words)]
     if make_parent is not None:
         options.append(f"--rsync-path=mkdir -p {shlex.quote(make_parent)} && rsync")
     options += ["--info=progress2"] if with_progress else []

@@ -26,8 +26,6 @@ from paceline.rental.remote.script import (
     render_job,
 )
 
-SILENCE_S = 6.0 * HEARTBEAT_S
-"""A followed job whose machine says nothing for so long has lost its connection."""
 _RETRY_DELAYS_S = (0.2, 1.0, 2.0, 5.0)
 _END_TRIES = 3
 
@@ -51,6 +49,8 @@ class Patience:
     """From the last sign of life; then its job is given up, and may be running still."""
     grace_s: float = 5.0
     """Between asking a job's processes to end and killing them."""
+    silence_s: float = 6.0 * HEARTBEAT_S
+    """A machine that is followed and says nothing for so long has lost its connection."""
 
 
 class Follower:
@@ -130,7 +130,8 @@ class Follower:
             num_out=self._num_seen[1],
             num_err=self._num_seen[2],
         )
-        with open_line(self._channel, script, clock=self._clock, silence_s=SILENCE_S) as line:
+        silence_s = self._patience.silence_s
+        with open_line(self._channel, script, clock=self._clock, silence_s=silence_s) as line:
             for event in line.events(deadline_s=deadline_s):
                 self._heard_s = self._clock.monotonic()
                 # From the greeting on, the shell there has the script or a part of it.

@@ -77,7 +77,7 @@ class RsyncTransfer:
                 excludes=copy.excludes,
                 delete=copy.delete,
             ),
-            shell=self._channel.words(),
+            words=self._channel.words(),
             make_parent=make_parent,
             timeout_s=STALL_S,
             with_progress=self._watch is not None,

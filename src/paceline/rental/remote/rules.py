@@ -39,9 +39,9 @@ class Copy:
     excludes: tuple[str, ...]
     delete: bool = False
 
-    def rules(self, *never: str) -> tuple["Rule", ...]:
-        """Return the patterns, compiled, and after them ``never``, which are excluded too."""
-        return compile_rules(includes=self.includes, excludes=(*self.excludes, *never))
+    def rules(self) -> tuple["Rule", ...]:
+        """Return the patterns, compiled."""
+        return compile_rules(includes=self.includes, excludes=self.excludes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -286,7 +286,7 @@ forget() {
   rm -rf "$job"
 }
 
-main
+main; exit
 """
 
 # Finds what carries the mark, what is in a recorded session, and what descends from either. The
@@ -345,7 +345,7 @@ main() {
   else echo 'N nothing'; fi
 }
 
-main
+main; exit
 """
 
 _MAKE = """
@@ -355,7 +355,7 @@ main() {
   if mkdir -p @PATH@; then echo 'N made'; else echo 'F cannot-record'; fi
 }
 
-main
+main; exit
 """
 
 _COUNT = """
@@ -365,15 +365,27 @@ work() {
   echo "N $#"
 }
 
-main
+main; exit
 """
 
+# Looks twice before it believes that nothing is left, and not while a keeper waits for a command: a
+# process that is just becoming another program shows no environment.
 _END = """
+is_awaited() {
+  for file in @JOBS@/@PATTERN@/keeper; do
+    [ -s "$file" ] && [ ! -s "${file%keeper}exit" ] || continue
+    read -r keeper kept < "$file"
+    [ "$kept" != "$boot" ] || ! kill -0 "$keeper" 2>/dev/null || return 0
+  done
+  return 1
+}
+
 work() {
-  asked=' ' tries=0
+  asked=' ' tries=0 clear=0
   while [ "$tries" -lt @NUM_TRIES@ ]; do
     members
-    [ "$found" != ' ' ] || break
+    if [ "$found" = ' ' ] && ! is_awaited; then clear=$((clear + 1)); else clear=0; fi
+    [ "$clear" -lt 2 ] || break
     for pid in $found; do
       if [ "$tries" -ge @NUM_GRACE@ ]; then kill -9 "$pid" 2>/dev/null; continue; fi
       case "$asked" in *" $pid "*) ;; *) asked="$asked$pid "; kill "$pid" 2>/dev/null;; esac
@@ -385,5 +397,5 @@ work() {
   echo "L $found"
 }
 
-main
+main; exit
 """

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from paceline.rental.errors import InstanceNotFoundError, RemoteCommandError
-from paceline.rental.remote.argv import PARTIAL_DIR
 from paceline.rental.remote.channel import Channel
 from paceline.rental.remote.rules import Copy, Rule, is_excluded
 from paceline.rental.remote.tree import copy_tree
@@ -36,7 +35,7 @@ class TarTransfer:
     def push(self, src: Path, there: str, copy: Copy) -> None:
         """Copy the local ``src`` to the path ``there``. Raises RemoteCommandError."""
         if src.is_dir():
-            rules = copy.rules(PARTIAL_DIR)
+            rules = copy.rules()
             if copy.delete:
                 self._delete_others(src, there, rules)
             script = f"mkdir -p {_quoted(there)} && cd {_quoted(there)} && exec tar -xpof -"
@@ -64,8 +63,7 @@ class TarTransfer:
             self._receive(script, Path(scratch))
             got = Path(scratch) if is_dir else Path(scratch) / name
             target = dst / name if not is_dir and dst.is_dir() else dst
-            includes, excludes = copy.includes, (*copy.excludes, PARTIAL_DIR)
-            copy_tree(got, target, includes=includes, excludes=excludes)
+            copy_tree(got, target, includes=copy.includes, excludes=copy.excludes)
 
     def _delete_others(self, src: Path, there: str, rules: Sequence[Rule]) -> None:
         """Remove what is there and not here, apart from what an exclude speaks of."""

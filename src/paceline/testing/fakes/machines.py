@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from paceline.rental.model import ExitCode
-from paceline.rental.remote.protocol import SshTarget
+from paceline.rental.remote.protocol import Captured, SshTarget
 from paceline.testing.fakes.machine import FakeMachine
 
 
@@ -79,6 +79,10 @@ class SilentRemote:
 
     def probe(self, *, timeout_s: float = 15.0) -> None:
         """Answer."""
+
+    def capture(self, command: str, *, timeout_s: float = 60.0) -> Captured:
+        """Print nothing and succeed."""
+        return Captured(code=0, output="", errors="")
 
     def disconnect(self) -> None:
         """Hang up."""

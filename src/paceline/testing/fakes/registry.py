@@ -8,10 +8,10 @@ from paceline.testing.fakes.cloud import FakeCloud
 from paceline.testing.fakes.serving import serving
 
 
-def _vast() -> type[FakeCloud]:
-    from paceline.testing.fakes.vast import FakeVast
+def _lambda() -> type[FakeCloud]:
+    from paceline.testing.fakes.lambda_ import FakeLambda
 
-    return FakeVast
+    return FakeLambda
 
 
 def _nebius() -> type[FakeCloud]:
@@ -26,10 +26,10 @@ def _runpod() -> type[FakeCloud]:
     return FakeRunpod
 
 
-def _lambda() -> type[FakeCloud]:
-    from paceline.testing.fakes.lambda_ import FakeLambda
+def _vast() -> type[FakeCloud]:
+    from paceline.testing.fakes.vast import FakeVast
 
-    return FakeLambda
+    return FakeVast
 
 
 FAKES: Mapping[str, Callable[[], type[Any]]] = {
@@ -40,28 +40,34 @@ FAKES: Mapping[str, Callable[[], type[Any]]] = {
 }
 """Name -> what imports the class: one of them needs an SDK that may be missing."""
 
-_VARIABLES = {
-    "lambda": ("LAMBDA_CLOUD_BASE_URL", "LAMBDA_API_KEY"),
-    "runpod": ("RUNPOD_API_BASE_URL", "RUNPOD_API_KEY"),
-    "vast": ("VAST_URL", "VAST_API_KEY"),
+_ADDRESS_NAMES = {
+    "lambda": "LAMBDA_CLOUD_BASE_URL",
+    "nebius": "NEBIUS_ENDPOINT",
+    "runpod": "RUNPOD_API_BASE_URL",
+    "vast": "VAST_URL",
+}
+_KEY_NAMES = {
+    "lambda": "LAMBDA_API_KEY",
+    "nebius": "NEBIUS_IAM_TOKEN",
+    "runpod": "RUNPOD_API_KEY",
+    "vast": "VAST_API_KEY",
 }
 
-_PATHS = {"lambda": "/api/v1"}
+
+def fake_environ(fake: FakeCloud) -> dict[str, str]:
+    """Return the variables in which an adapter finds the fake's key."""
+    return {_KEY_NAMES[fake.name]: fake.key}
 
 
 @contextmanager
 def serve_fake(fake: FakeCloud, *, port: int = 0) -> Iterator[dict[str, str]]:
     """Serve over the network and yield the variables that an adapter has to find."""
     if fake.name == "nebius":
-        from paceline.testing.fakes.nebius import PROJECT_ID, serving_grpc
+        from paceline.testing.fakes.nebius import serving_grpc
 
         with serving_grpc(fake, port=port) as endpoint:
-            yield {
-                "NEBIUS_ENDPOINT": endpoint,
-                "NEBIUS_IAM_TOKEN": fake.key,
-                "NEBIUS_PROJECT_ID": PROJECT_ID,
-            }
+            yield {_ADDRESS_NAMES[fake.name]: endpoint, **fake_environ(fake)}
         return
-    url_name, key_name = _VARIABLES[fake.name]
+    path = "/api/v1" if fake.name == "lambda" else ""
     with serving(fake, port=port) as server:
-        yield {url_name: server.url + _PATHS.get(fake.name, ""), key_name: fake.key}
+        yield {_ADDRESS_NAMES[fake.name]: server.url + path, **fake_environ(fake)}
