@@ -518,9 +518,15 @@ def _fits(row: Mapping[str, object], name: str, ops: Mapping[str, object]) -> bo
     """Return whether a row passes one filter; a row without the field does not."""
     value = row.get(name)
     return all(
-        (value is not None or op in ("eq", "neq")) and _OPERATORS[op](value, wanted)
+        (value is not None or op in ("eq", "neq")) and _OPERATORS[op](value, _like(value, wanted))
         for op, wanted in ops.items()
     )
+
+
+def _like(value: object, wanted: object) -> object:
+    """Return ``wanted`` as a number where it is compared with one: the vendor's CLI sends text."""
+    is_text = isinstance(wanted, str) and isinstance(value, int | float)
+    return float(str(wanted)) if is_text else wanted
 
 
 def _keys_in(script: str) -> list[str]:
