@@ -7,7 +7,6 @@ PIP     = $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 # grpcio-tools of the oldest protobuf that we admit cannot share a venv with the newest runtime
 PROTO_VENV  := .venv-proto
 PROTO_TOOLS := grpcio-tools==1.71.2
-
 # the public clients that tests talk to: their protobuf is older than ours
 PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
@@ -97,8 +96,8 @@ proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 proto-check: $(PROTO_VENV)/bin/python  ## the protobuf modules are what the .proto files say
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py --check
 
-bench: setup  ## every benchmark, as JSON
-	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
+bench: setup peer  ## every benchmark, as JSON
+	@for b in benchmarks/cli.py benchmarks/codec.py benchmarks/example.py; do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
 
 docs: $(BIN)/python  ## build the documentation, strictly
 	$(PIP) --editable '.[docs]'

@@ -17,7 +17,7 @@ from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.model import TensorEntry
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
-RUN_S = 110.0
+RUN_S = 140.0
 """For one run, start to end; torch is imported four times on two cores."""
 SUMMARY = {
     "run_id",
@@ -95,11 +95,15 @@ def assert_digests_agree(report: Any) -> None:
 
 
 def assert_ends_equal(found: Any) -> None:
-    """Trainer and both engines hold the last version."""
+    """Trainer and both engines hold the last weights.
+
+    Who joined late may have them under the name of the full version beside the delta.
+    """
     roots = {engine["root_digest"] for engine in found["engines"]}
     assert len(found["engines"]) == 2
     assert roots == {found["trainer"]["root_digest"]}
-    assert {e["version_id"] for e in found["engines"]} == {found["trainer"]["version_id"]}
+    names = {engine["version_id"].removesuffix("-full") for engine in found["engines"]}
+    assert names == {found["trainer"]["version_id"]}
 
 
 def root_of_checkpoint(path: Path) -> str:
@@ -142,7 +146,7 @@ def test_a_short_run_keeps_its_promises(operator: Operator) -> None:
 
 def test_an_engine_that_is_killed_is_replaced(operator: Operator) -> None:
     """After SIGKILL of one engine the steps go on and its successor ends on the same digest."""
-    job = example_job(operator, "--warm-steps 1", "--steps 60")
+    job = example_job(operator, "--warm-steps 1", "--steps 40")
     running = Running(operator, job)
     running.await_text("\nstep 2 ")
     running.kill("serve", "transformers", index=1)
@@ -152,7 +156,7 @@ def test_an_engine_that_is_killed_is_replaced(operator: Operator) -> None:
     assert_ends_equal(found)
     report = json.loads(Path(found["report"]).read_text())
     assert_digests_agree(report)
-    assert [step["step"] for step in report["steps"]] == list(range(1, 61))
+    assert [step["step"] for step in report["steps"]] == list(range(1, 41))
     workers = {i["worker_id"] for version in report["versions"] for i in version["installs"]}
     assert len(workers) == 3
     operator.assert_nothing_left()

@@ -9,16 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.refit.apply import StagedInstall, prove_live, stage_install, write_install
-from paceline.refit.delta.change import Change, as_words
-from paceline.refit.delta.order import kind_of
+from paceline.refit.apply import (
+    FULL,
+    Checks,
+    StagedInstall,
+    prove_live,
+    stage_install,
+    write_install,
+)
+from paceline.refit.delta.codec import Tools
+from paceline.refit.delta.loops import NumpyLoops
+from paceline.refit.delta.order import WordKind, Words, as_words, kind_of
+from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
-from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.kernels.registry import load_loops
+from paceline.refit.manifest.v1 import Manifest, Scheme
 from paceline.refit.model import TensorBuffer, TensorEntry
 from paceline.testing.corpus import corpus
 from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
 
 Tensors = dict[str, TensorBuffer]
+TOOLS = Tools(loops=load_loops())
 
 
 def tensors_of(which: str) -> Tensors:
@@ -48,10 +59,13 @@ def staged(
     *,
     base: dict[str, TensorEntry] | None = None,
     aliases: Mapping[str, str] | None = None,
+    checks: Checks = FULL,
 ) -> StagedInstall:
     manifest, data = payload
     objects = {item.object_id: memoryview(data) for item in manifest.objects}
-    return stage_install(manifest, objects, live=live, aliases=aliases or {}, base=base)
+    return stage_install(
+        manifest, objects, live=live, aliases=aliases or {}, base=base, checks=checks
+    )
 
 
 def _words(item: TensorBuffer) -> list[int]:
@@ -85,44 +99,29 @@ def test_full_over_similar_weights_is_written_as_changes() -> None:
     live = {"a": TensorBuffer(name="a", dtype="U8", shape=(99,), data=memoryview(bytearray(99)))}
     new = {"a": replace(live["a"], data=memoryview(bytes(98) + b"\1"))}
     (write,) = staged(full_payload(new.values()), live).writes
-    assert isinstance(write.new, Change)
-    assert write.new.positions.tolist() == [98]
+    assert write.steps is not None
+    (update,) = write.steps
+    assert isinstance(update.new, Steps)
+    assert positions_of(update.new.gaps).tolist() == [98]
 
 
-class Breaking(np.ndarray[Any, Any]):
-    """Live memory whose n-th write fails after half of it was done, and n-th undo too."""
+class BreakingLoops(NumpyLoops):
+    """Loops whose n-th write fails: before it, after it, or in its middle and for good."""
 
-    countdown: list[int]
-    fails_for_good = False
+    def __init__(self, nth: int, *, when: str = "before", failure: Any = OSError) -> None:
+        self.left = nth
+        self.when = when
+        self.failure = failure
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.countdown[0] -= 1
-        left = self.countdown[0]
-        if left == 0 or (left < 0 and self.fails_for_good):
-            flat = np.asarray(self)
-            flat[: len(flat) // 2] = 0
-            raise OSError("no power")
-        super().__setitem__(key, value)
-
-
-def breaking(install: StagedInstall, nth: int, *, for_good: bool = False) -> StagedInstall:
-    countdown = [nth]
-    writes = []
-    for write in install.writes:
-        live = write.live.view(Breaking)
-        live.countdown, live.fails_for_good = countdown, for_good
-        writes.append(replace(write, live=live))
-    return replace(install, writes=tuple(writes))
-
-
-class Interrupting(Breaking):
-    """Live memory that the user interrupts."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.countdown[0] -= 1
-        if self.countdown[0] == 0:
-            raise KeyboardInterrupt
-        np.ndarray.__setitem__(self, key, value)
+    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+        self.left -= sign > 0
+        fails = self.left == 0 and sign > 0
+        if not fails or self.when != "before":
+            super().add(steps, words, kind, sign=sign)
+        if fails and self.when == "torn":
+            words[positions_of(steps.gaps)[0]] ^= 1
+        if fails:
+            raise self.failure("no power")
 
 
 def small(seed: int) -> tuple[Tensors, Tensors]:
@@ -140,32 +139,40 @@ def small(seed: int) -> tuple[Tensors, Tensors]:
     return base, new
 
 
-@given(st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["full", "delta"]))
-def test_exactly_old_or_exactly_new(seed: int, nth: int, kind: str) -> None:
-    """Whichever write fails, live memory is the old version bit for bit, and a retry works."""
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 3),
+    st.sampled_from(["full", "delta"]),
+    st.sampled_from(["before", "after"]),
+)
+def test_exactly_old_or_exactly_new(seed: int, nth: int, kind: str, when: str) -> None:
+    """Whichever write fails, done or not, live memory is the old version, and a retry works."""
     live, new = small(seed)
     before = content(live)
     payload = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
     install = staged(payload, live, base=entries_of(live))
-    if nth <= len(install.writes):
+    by_steps = [write for write in install.writes if write.steps is not None]
+    if nth <= len(by_steps):
         with pytest.raises(ApplyError, match="no power"):
-            write_install(breaking(_whole_old_values(install), nth))
+            write_install(install, tools=Tools(loops=BreakingLoops(nth, when=when)))
         assert content(live) == before
-    write_install(install)
+    write_install(install, tools=TOOLS)
     assert content(live) == content(new)
 
 
-def _whole_old_values(install: StagedInstall) -> StagedInstall:
-    """Changes as whole replacements: the injected failure damages elements outside a change."""
-    writes = []
-    for write in install.writes:
-        new = write.new
-        if isinstance(new, Change):
-            words = write.live.copy()
-            words[new.positions] ^= new.xor
-            new = words
-        writes.append(replace(write, new=new))
-    return replace(install, writes=tuple(writes))
+@pytest.mark.parametrize("scheme", [Scheme.RAW, Scheme.DENSE, Scheme.XOR])
+def test_whole_tensors_go_back(scheme: Scheme) -> None:
+    """Tensors replaced by full words before the failure are the old ones again."""
+    live, new = small(11)
+    before = content(live)
+    payload = delta_payload(live, new, scheme_of={"b": scheme})
+    install = staged(payload, live, base=entries_of(live))
+    assert [write.steps is None for write in install.writes] == [False, True, False]
+    with pytest.raises(ApplyError, match="no power"):
+        write_install(install, tools=Tools(loops=BreakingLoops(2)))
+    assert content(live) == before
+    write_install(install)
+    assert content(live) == content(new)
 
 
 def test_failed_undo_is_said() -> None:
@@ -173,7 +180,7 @@ def test_failed_undo_is_said() -> None:
     live, new = small(1)
     install = staged(delta_payload(live, new), live, base=entries_of(live))
     with pytest.raises(UncertainStateError, match="full version"):
-        write_install(breaking(install, 2, for_good=True))
+        write_install(install, tools=Tools(loops=BreakingLoops(2, when="torn")))
 
 
 def test_interrupt_undoes_and_passes() -> None:
@@ -181,15 +188,23 @@ def test_interrupt_undoes_and_passes() -> None:
     live, new = small(2)
     before = content(live)
     install = staged(delta_payload(live, new), live, base=entries_of(live))
-    writes = []
-    countdown = [3]
-    for write in install.writes:
-        view = write.live.view(Interrupting)
-        view.countdown = countdown
-        writes.append(replace(write, live=view))
     with pytest.raises(KeyboardInterrupt):
-        write_install(replace(install, writes=tuple(writes)))
+        write_install(install, tools=Tools(loops=BreakingLoops(2, failure=KeyboardInterrupt)))
     assert content(live) == before
+
+
+def test_quick_checks_still_find_another_base() -> None:
+    """Without reading whole tensors, steps that meet other words are refused all the same."""
+    live, new = small(12)
+    payload, base = delta_payload(live, new), entries_of(live)
+    install = staged(payload, live, base=base, checks=Checks(whole=False))
+    (first, *_) = [write for write in install.writes if write.steps]
+    at = int(positions_of(first.steps[0].new.gaps)[0])  # type: ignore[index, union-attr]
+    live[first.name].data[2 * at] ^= 1
+    refused("another base", payload, live, base=base, checks=Checks(whole=False))
+    live[first.name].data[2 * at] ^= 1
+    write_install(staged(payload, live, base=base, checks=Checks(whole=False)), tools=TOOLS)
+    assert content(live) == content(new)
 
 
 def refused(message: str, payload: tuple[Manifest, bytes], live: Tensors, **more: Any) -> None:

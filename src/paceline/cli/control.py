@@ -1,14 +1,12 @@
 """``paceline control``: run the control service by itself."""
 
 import json
-import signal
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import TypedDict, Unpack
 
 import click
 
+from paceline.cli.stopping import stop_signals
 from paceline.core.errors import ExitStatus, UsageError
 
 
@@ -75,26 +73,20 @@ def serve(
         raise UsageError("--tls-cert and --tls-key go together")
     if create_tokens and not options["token_file"].exists():
         compose.create_token_file(options["token_file"])
-    stopping = threading.Event()
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    log_as_json()
-    service = compose.start_control_server(
-        token_file=options["token_file"],
-        store=options["store"],
-        listen=options["listen"],
-        allow_plaintext=options["insecure_plaintext"],
-        tls=TlsFiles(certificate=certificate, key=key) if certificate and key else None,
-        metrics_listen=options["metrics_listen"],
-    )
-    try:
-        shown = {"address": service.address, "metrics": service.metrics_address}
-        click.echo(json.dumps(shown) if as_json else f"control service at {service.address}")
-        stopping.wait()
-    finally:
-        service.stop(drain_s=drain_s)
+    with stop_signals() as stopping:
+        log_as_json()
+        service = compose.start_control_server(
+            token_file=options["token_file"],
+            store=options["store"],
+            listen=options["listen"],
+            allow_plaintext=options["insecure_plaintext"],
+            tls=TlsFiles(certificate=certificate, key=key) if certificate and key else None,
+            metrics_listen=options["metrics_listen"],
+        )
+        try:
+            shown = {"address": service.address, "metrics": service.metrics_address}
+            click.echo(json.dumps(shown) if as_json else f"control service at {service.address}")
+            stopping.wait()
+        finally:
+            service.stop(drain_s=drain_s)
     return int(ExitStatus.OK)

@@ -1,14 +1,12 @@
 """``paceline serve``: a rollout engine that follows its run."""
 
 import json
-import signal
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
+from paceline.cli.stopping import stop_signals
 from paceline.core.errors import ExitStatus
 from paceline.refit.errors import RefitError
 
@@ -102,20 +100,16 @@ def serve(**options: Any) -> int:
     engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
     allow_plaintext = options.pop("insecure_plaintext")
     config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)
-    stopping = threading.Event()
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    service = compose.start_engine(config)
-    try:
-        shown = {"endpoint": service.endpoint, "worker_id": service.worker_id}
-        click.echo(json.dumps(shown))
-        while not stopping.wait(CRASH_LOOK_S):
-            if service.crash():
-                raise RefitError(f"the receiver stopped, restart this engine: {service.crash()}")
-    finally:
-        service.stop()
+    with stop_signals() as stopping:
+        service = compose.start_engine(config)
+        try:
+            shown = {"endpoint": service.endpoint, "worker_id": service.worker_id}
+            click.echo(json.dumps(shown))
+            while not stopping.wait(CRASH_LOOK_S):
+                if service.crash():
+                    raise RefitError(
+                        f"the receiver stopped, restart this engine: {service.crash()}"
+                    )
+        finally:
+            service.stop()
     return int(ExitStatus.OK)

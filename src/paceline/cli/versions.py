@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.core.errors import ExitStatus
+from paceline.cli.version_files import compose, diff, verify_folder
+from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
@@ -28,10 +29,14 @@ def versions() -> None:
     """Published weight versions: which there are, who offers and who reads them."""
 
 
+versions.add_command(diff)
+versions.add_command(compose)
+
+
 def _connection(command: F) -> F:
     """Add the options that say where the control service is and who asks."""
     options = (
-        click.option("--control", "address", required=True, help="HOST:PORT of the service."),
+        click.option("--control", "address", help="HOST:PORT of the service."),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path),
@@ -114,15 +119,30 @@ def show(*, uid: str, as_json: bool, **connection: Any) -> None:
 
 
 @versions.command()
-@click.argument("uid")
+@click.argument("version")
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path, exists=True),
+    help="The checkpoint that a version folder applies to.",
+)
 @_connection
-def verify(*, uid: str, as_json: bool, **connection: Any) -> int:
-    """Check that a version can be installed from nothing; exit status 50 if it cannot.
+def verify(*, version: str, base: Path | None, as_json: bool, **connection: Any) -> int:
+    """Check that VERSION can be installed; exit status 50 if it cannot.
 
-    Looks at its chain back to a full version: every one READY, described, on the root digest
-    that it names, every slot offered. With --credentials every manifest is fetched and compared
-    with its advertised digest too.
+    A folder written by `versions diff` or `compose` is proven by itself, with --base against the
+    checkpoint that it applies to. For any other name the control service is asked for its chain
+    back to a full version: every one READY, described, on the root digest that it names, every
+    slot offered. With --credentials every manifest is fetched and compared with its advertised
+    digest too.
     """
+    folder = Path(version)
+    if folder.is_dir():
+        verify_folder(folder, base=base, as_json=as_json)
+        return int(ExitStatus.OK)
+    return _verify_published(version, as_json=as_json, **connection)
+
+
+def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:
     from paceline.refit import compose
 
     plane = _connect(**connection)
@@ -143,7 +163,7 @@ def verify(*, uid: str, as_json: bool, **connection: Any) -> int:
 
 def _connect(
     *,
-    address: str,
+    address: str | None,
     token_file: Path | None,
     credentials: Path | None,
     insecure_plaintext: bool,
@@ -151,6 +171,8 @@ def _connect(
 ) -> ControlClient:
     from paceline.refit import compose
 
+    if address is None:
+        raise UsageError("say where the control service is: --control HOST:PORT")
     token = None if token_file else compose.load_credentials(credentials).control_token
     return compose.connect_control(
         address,

@@ -2,39 +2,61 @@
 
 ``stage_install`` proves everything and changes nothing. ``write_install`` writes only elements
 that differ, so that the pause does not grow with the model. ``prove_live`` reads back.
+
+Memory beside the payload: the expanded steps of a delta, less than twice its size, and a few
+chunks. Steps are taken back by walking them backwards, XOR by applying it again; only tensors
+that are replaced by full words are copied while they are written. Weights that lie in files
+survive a crash too, if ``write_install`` is given a journal (``refit.journal``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from paceline.refit.delta.change import (
-    BLOCK_BYTES,
-    Buffer,
-    Change,
-    Words,
-    as_words,
-    blocks,
-    diff,
-)
-from paceline.refit.delta.codec import decode_tensor
-from paceline.refit.delta.order import kind_of
+from paceline.refit.delta.codec import REFERENCE, Tools, Update, decode_tensor, is_flip
+from paceline.refit.delta.order import WordKind, Words, as_words, chunks, kind_of
+from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
-from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
+from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
 from paceline.refit.manifest.payload import check_header, verify_object
-from paceline.refit.manifest.v1 import Manifest, Segment
+from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 
 _FEW = 8
-"""Up to one changed element in this many a full tensor is written as a change."""
-_WRITE_ELEMENTS = 2**20
+"""Up to one changed element in this many, full words are written as steps."""
 _NAMES_SHOWN = 5
 
-_Where: TypeAlias = slice | npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """How a version is proven before it is written.
+
+    Always: hashes of the payload, its format, the known base, and for every change by steps the
+    additive digest over the words that it meets. ``whole`` adds the content digest of every
+    changed tensor before and after, which reads all of it.
+    """
+
+    whole: bool = True
+    tools: Tools = REFERENCE
+
+
+FULL = Checks()
+
+
+class Journal(Protocol):
+    """Keeps what is going to be overwritten where a crash cannot reach it."""
+
+    def keep(self, name: str, start: int, steps: Steps | None, old: Words) -> None:
+        """Keep the words of one chunk: those at the steps, or all from ``start`` on."""
+
+    def seal(self) -> None:
+        """Return once everything kept is safe; only then the first word is written."""
+
+    def finish(self) -> None:
+        """Return once the weights themselves are safe and the journal is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,8 +66,11 @@ class TensorWrite:
     name: str
     live: Words
     """The live memory itself, as words."""
-    new: Change | Words
-    """Elements to flip if they are few, else all the new words."""
+    dtype: str
+    steps: tuple[Update, ...] | None
+    """Every chunk that changes, as steps; None: the payload is read again while it is written."""
+    payload: memoryview
+    scheme: Scheme
     changed_elements: int
 
 
@@ -73,6 +98,7 @@ def stage_install(
     live: Mapping[str, TensorBuffer],
     aliases: Mapping[str, str],
     base: Mapping[str, TensorEntry] | None,
+    checks: Checks = FULL,
 ) -> StagedInstall:
     """Prove a fetched version against its manifest and against what is live; write nothing.
 
@@ -84,6 +110,7 @@ def stage_install(
         live: the live tensors by canonical name, writable.
         aliases: further name -> canonical name of the live tensors.
         base: what the live tensors are known to be; only a full payload goes without.
+        checks: how much of live memory is read, and what the work is done with.
 
     Raises:
         VerifyError: anything does not agree; the message names it. ParseError is one.
@@ -91,7 +118,7 @@ def stage_install(
     check_layout(manifest, live, aliases)
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
-        _check_base(manifest, live, base)
+        _check_base(manifest, live, base, checks)
     for item in manifest.objects:
         data = objects.get(item.object_id)
         if data is None:
@@ -101,7 +128,7 @@ def stage_install(
     writes = []
     for segment in manifest.segments:
         data = objects[segment.object_id][segment.offset : segment.offset + segment.num_bytes]
-        write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data)
+        write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data, checks)
         if write.changed_elements:
             writes.append(write)
     return StagedInstall(
@@ -113,22 +140,34 @@ def stage_install(
     )
 
 
-def write_install(staged: StagedInstall) -> None:
+def write_install(
+    staged: StagedInstall, *, tools: Tools = REFERENCE, journal: Journal | None = None
+) -> None:
     """Write a staged version into live memory, or leave it exactly as it was.
 
-    Old values of what is overwritten are kept until the end: a few bytes per changed element,
-    or a copy of each tensor that is replaced whole.
+    Args:
+        staged: proven against the live memory as it still is.
+        tools: what the work is done with.
+        journal: for live memory that outlives the process.
 
     Raises:
         ApplyError: a write failed and all of them were taken back.
         UncertainStateError: taking them back failed too; do not serve before a full install.
     """
-    journal: list[tuple[Words, _Where, Words]] = []
+    done: list[_Written] = []
     try:
+        if journal is not None:
+            for write in staged.writes:
+                _keep(write, journal, tools)
+            journal.seal()
         for write in staged.writes:
-            _write_tensor(write, journal)
+            _write_tensor(write, done, tools)
+        if journal is not None:
+            journal.finish()
     except BaseException as exc:  # also when interrupted: live memory must not stay half written
-        _undo(journal, exc)
+        _undo(done, exc, tools)
+        if journal is not None:
+            journal.finish()
         if not isinstance(exc, Exception):
             raise
         raise ApplyError(
@@ -187,7 +226,10 @@ def check_layout(
 
 
 def _check_base(
-    manifest: Manifest, live: Mapping[str, TensorBuffer], base: Mapping[str, TensorEntry] | None
+    manifest: Manifest,
+    live: Mapping[str, TensorBuffer],
+    base: Mapping[str, TensorEntry] | None,
+    checks: Checks,
 ) -> None:
     """Prove that the delta applies here: same base root, same bytes where it changes them."""
     if base is None:
@@ -207,93 +249,173 @@ def _check_base(
         if entry.name not in changed and entry.digest != base[entry.name].digest
     ]
     _refuse(hole, "said to change, but the delta has no bytes for it")
-    moved = [
-        name for name in sorted(changed) if content_digest(live[name].data) != base[name].digest
-    ]
-    _refuse(moved, "live bytes are not the base any more; install a full version")
+    if checks.whole:
+        moved = [
+            name for name in sorted(changed) if content_digest(live[name].data) != base[name].digest
+        ]
+        _refuse(moved, "live bytes are not the base any more; install a full version")
 
 
 def _stage_tensor(
-    segment: Segment, entry: TensorEntry, here: TensorBuffer, data: memoryview
+    segment: Segment, entry: TensorEntry, here: TensorBuffer, data: memoryview, checks: Checks
 ) -> TensorWrite:
-    width = kind_of(entry.dtype).width
-    live = as_words(here.data, width)
+    kind = kind_of(entry.dtype)
+    live = as_words(here.data, kind.width)
     if not live.flags.writeable and len(live):
         raise VerifyError(f"tensor {entry.name!r}: the live buffer is read-only")
-    found = decode_tensor(data, scheme=segment.scheme, base=here.data, dtype=entry.dtype)
-    digest = _digest_after(live, found) if isinstance(found, Change) else content_digest(found)
+    by_steps = segment.scheme in {Scheme.GAP, Scheme.CLASSED}
+    found = decode_tensor(
+        data, scheme=segment.scheme, base=here.data, dtype=entry.dtype, tools=checks.tools
+    )
+    if by_steps:
+        updates = tuple(found)
+        changed = sum(len(update.new) for update in updates)
+        digest = _digest_after(live, updates, kind, checks) if checks.whole else entry.digest
+        steps: tuple[Update, ...] | None = updates
+    else:
+        digest, changed, steps = _compared(live, found, kind, checks.tools)
     if digest != entry.digest:
         raise VerifyError(
             f"tensor {entry.name!r}: digest {digest} instead of {entry.digest} after the change"
         )
-    if isinstance(found, Change):
-        num_changed, new = len(found), _few_or_all(live, found)
-        if num_changed != segment.changed_elements:
-            raise VerifyError(
-                f"tensor {entry.name!r}: {num_changed} elements change, "
-                f"the manifest says {segment.changed_elements}"
-            )
-    else:
-        num_changed, new = _compared(here.data, found, width)
-    return TensorWrite(name=entry.name, live=live, new=new, changed_elements=num_changed)
+    if by_steps and changed != segment.changed_elements:
+        raise VerifyError(
+            f"tensor {entry.name!r}: {changed} elements change, "
+            f"the manifest says {segment.changed_elements}"
+        )
+    return TensorWrite(
+        name=entry.name,
+        live=live,
+        dtype=entry.dtype,
+        steps=steps,
+        payload=data,
+        scheme=segment.scheme,
+        changed_elements=changed,
+    )
 
 
-def _digest_after(live: Words, change: Change) -> str:
-    """Return the content digest that the change would give, block by block on a copy."""
+def _digest_after(live: Words, updates: Sequence[Update], kind: WordKind, checks: Checks) -> str:
+    """Return the content digest that the steps would give, chunk by chunk on a copy."""
     hasher = xxhash.xxh3_128()
-    for part in blocks(len(live), change.width):
-        scratch = live[part].copy()
-        start, stop = np.searchsorted(change.positions, (part.start, part.stop))
-        scratch[change.positions[start:stop] - part.start] ^= change.xor[start:stop]
-        hasher.update(scratch.data)
+    found = {update.part.start: update.new for update in updates}
+    for part in chunks(len(live), kind):
+        steps = found.get(part.start)
+        after = live[part]
+        if isinstance(steps, Steps):
+            after = after.copy()
+            checks.tools.loops.add(steps, after, kind)
+        hasher.update(after.data)
     return hasher.hexdigest()
 
 
-def _few_or_all(live: Words, change: Change) -> Change | Words:
-    """Return a change as new words once its positions would take more room than those."""
-    if len(change) * _FEW <= len(live):
-        return change
-    words = live.copy()
-    words[change.positions] ^= change.xor
-    return words
+def _compared(
+    live: Words, found: Iterable[Update], kind: WordKind, tools: Tools
+) -> tuple[str, int, tuple[Update, ...] | None]:
+    """Return digest of new words, how many differ, and those as steps if they are few."""
+    hasher, changed = xxhash.xxh3_128(), 0
+    few: list[Update] | None = []
+    for update in found:
+        before, after = live[update.part], update.new
+        assert not isinstance(after, Steps)  # noqa: S101 - schemes of full words have no steps
+        hasher.update(after.data)
+        changed += int(np.count_nonzero(before != after))
+        if few is not None:
+            most = len(before) // _FEW
+            steps = tools.loops.diff(before, after, kind, first=update.part.start, most=most)
+            if steps is None:
+                few = None
+            elif len(steps):
+                few.append(Update(part=update.part, new=steps))
+    return hasher.hexdigest(), changed, None if few is None else tuple(few)
 
 
-def _compared(old: Buffer, new: memoryview, width: int) -> tuple[int, Change | Words]:
-    """Count what differs; return it as a change if it is little, else all the new words."""
-    before, after = as_words(old, width), as_words(new, width)
-    num_changed = sum(
-        int(np.count_nonzero(before[part] != after[part])) for part in blocks(len(after), width)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Written:
+    """One chunk that was written, or is being written."""
+
+    write: TensorWrite
+    part: slice
+    steps: Steps | None
+    """Loops write all of them or none."""
+    old: Words | None
+    """What was overwritten; None where the chunk can be taken back without it."""
+
+
+def _updates(write: TensorWrite, tools: Tools) -> Iterable[Update]:
+    if write.steps is not None:
+        return write.steps
+    base = write.live.data.cast("B")
+    return decode_tensor(
+        write.payload, scheme=write.scheme, base=base, dtype=write.dtype, tools=tools
     )
-    few = num_changed * _FEW <= len(after)
-    return num_changed, diff(old, new, width=width) if few else after
 
 
-def _write_tensor(write: TensorWrite, journal: list[tuple[Words, _Where, Words]]) -> None:
-    """Write block by block; what is overwritten goes into the journal first."""
-    live, new = write.live, write.new
-    if isinstance(new, Change):
-        for start in range(0, len(new), _WRITE_ELEMENTS):
-            at = new.positions[start : start + _WRITE_ELEMENTS]
-            old = live[at]
-            journal.append((live, at, old))
-            live[at] = old ^ new.xor[start : start + _WRITE_ELEMENTS]
-        return
-    step = BLOCK_BYTES // new.itemsize
-    for start in range(0, len(new), step):
-        part = slice(start, start + step)
-        journal.append((live, part, live[part].copy()))
-        live[part] = new[part]
+def _old_words(write: TensorWrite, update: Update, tools: Tools) -> Words:
+    here = write.live[update.part]
+    return tools.loops.take(update.new, here) if isinstance(update.new, Steps) else here.copy()
 
 
-def _undo(journal: Sequence[tuple[Words, _Where, Words]], cause: BaseException) -> None:
+def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
+    for update in _updates(write, tools):
+        steps = update.new if isinstance(update.new, Steps) else None
+        journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
+
+
+def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools) -> None:
+    """Write chunk by chunk; ``done`` tells which, the one that is being written included."""
+    goes_back = write.steps is not None or is_flip(
+        write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
+    )
+    for update in _updates(write, tools):
+        here = write.live[update.part]
+        if isinstance(update.new, Steps):
+            done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
+            tools.loops.add(update.new, here, kind_of(write.dtype))
+            continue
+        done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
+        here[:] = update.new
+        if goes_back:
+            done[-1] = replace(done[-1], old=None)
+
+
+def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
+    flipped: dict[str, tuple[TensorWrite, int]] = {}
     try:
-        for live, where, old in reversed(journal):
-            live[where] = old
+        for index, item in enumerate(reversed(done)):
+            here = item.write.live[item.part]
+            if item.steps is not None:
+                _step_back(item, item.steps, may_be_old=index == 0, tools=tools)
+            elif item.old is not None:
+                here[:] = item.old
+            else:
+                count = flipped.get(item.write.name, (item.write, 0))[1]
+                flipped[item.write.name] = (item.write, count + 1)
+        for write, count in flipped.values():
+            for _, update in zip(range(count), _updates(write, tools), strict=False):
+                write.live[update.part] = update.new
     except BaseException as exc:  # whatever it was, the state is unknown and must be said so
         raise UncertainStateError(
             f"writing failed ({cause}) and so did taking it back ({exc}); "
             "install a full version before serving again"
         ) from exc
+
+
+def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) -> None:
+    """Take one chunk back and prove it; the last one may not have been written at all.
+
+    Raises:
+        ParseError: the words are neither the old nor the new ones.
+    """
+    here, kind = item.write.live[item.part], kind_of(item.write.dtype)
+    if may_be_old:
+        try:
+            tools.loops.check(steps, here, kind, first=item.part.start)
+        except ParseError:
+            pass  # written: these are not the words that the steps start from
+        else:
+            return
+    tools.loops.add(steps, here, kind, sign=-1)
+    tools.loops.check(steps, here, kind, first=item.part.start)
 
 
 def _num_elements(buffer: TensorBuffer) -> int:

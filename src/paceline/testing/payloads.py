@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.refit.delta.codec import encode_tensor
+from paceline.refit.delta.codec import encode_as, encode_tensor
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.manifest.payload import describe_object, render_header
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
@@ -44,15 +44,23 @@ def delta_payload(
     *,
     aliases: Sequence[tuple[str, str]] = (),
     chunk_bytes: int = 1000,
+    scheme_of: Mapping[str, Scheme] | None = None,
 ) -> tuple[Manifest, bytes]:
-    """Return the delta between two states of the same tensors and its one object."""
+    """Return the delta between two states of the same tensors and its one object.
+
+    ``scheme_of`` overrides the encoder's choice, by name.
+    """
     data, segments = bytearray(render_header(WeightPayloadFormat.XOR_DELTA)), []
     for name, item in sorted(new.items()):
         found = encode_tensor(base[name].data, item.data, dtype=item.dtype)
         if found is not None:
             changed = found.changed_elements
-            segments.append((name, found.scheme, len(data), len(found.data), changed))
-            data.extend(found.data)
+            scheme, payload = found.scheme, found.data
+            if scheme_of is not None and name in scheme_of:
+                scheme = scheme_of[name]
+                payload = encode_as(scheme, base[name].data, item.data, dtype=item.dtype)
+            segments.append((name, scheme, len(data), len(payload), changed))
+            data.extend(payload)
     ordered = [new[name] for name in sorted(new)]
     root = root_digest(tensor_entry(item) for item in base.values())
     return _manifest(ordered, root, aliases, bytes(data), segments, chunk_bytes), bytes(data)

@@ -1,25 +1,37 @@
-"""One tensor's change <-> payload bytes; the scheme is the smallest of those worth measuring.
+"""One tensor's change <-> payload bytes. ``docs/formats/delta-v1.md`` is the specification.
 
-``docs/formats/delta-v1.md`` is the specification. Encoders of GAP and DENSE write one record
-per block of 16 MiB of the tensor, so that neither side holds more than a block beside its
-result, and threads can share a tensor.
+A payload of GAP, CLASSED or DENSE is one u32 length per chunk of the tensor and then the record
+of each. Neither side holds more than a few chunks beside its result, and threads share a tensor.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from paceline.refit.delta import dense, gap
-from paceline.refit.delta.change import Buffer, Change, Words, as_words, blocks
-from paceline.refit.delta.order import WordKind, kind_of
-from paceline.refit.delta.stream import Cursor, new_compressor
+from paceline.refit.delta import choice, dense, gap
+from paceline.refit.delta.choice import LOCAL, Link
+from paceline.refit.delta.loops import Loops, NumpyLoops
+from paceline.refit.delta.order import Buffer, WordKind, Words, as_words, chunks, kind_of
+from paceline.refit.delta.steps import Steps, compose
+from paceline.refit.delta.stream import Cursor, new_compressor, render_u32
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.v1 import Scheme
 
-_GOOD = 4
-"""DENSE costs a pass over the whole tensor; it is not tried once GAP is this many times smaller."""
-_SMALL_BYTES = 2**16
-"""Tensors up to this size are measured every way; that costs nothing."""
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""``map``, or the ``map`` of a pool of threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What does the work: results never depend on it."""
+
+    loops: Loops = field(default_factory=NumpyLoops)
+    run: Run = map
+
+
+REFERENCE = Tools()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +43,17 @@ class EncodedTensor:
     changed_elements: int
 
 
-def encode_tensor(base: Buffer, new: Buffer, *, dtype: str) -> EncodedTensor | None:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """What happens to one chunk: steps, or all the new words."""
+
+    part: slice
+    new: Steps | Words
+
+
+def encode_tensor(
+    base: Buffer, new: Buffer, *, dtype: str, tools: Tools = REFERENCE, link: Link = LOCAL
+) -> EncodedTensor | None:
     """Encode what turns ``base`` into ``new``, or return None if they are equal.
 
     RAW data is ``new`` itself, not a copy.
@@ -40,89 +62,198 @@ def encode_tensor(base: Buffer, new: Buffer, *, dtype: str) -> EncodedTensor | N
         ValueError: the sizes differ, or the dtype is unknown.
     """
     kind = kind_of(dtype)
-    old, now = as_words(base, kind.width), as_words(new, kind.width)
-    if len(old) != len(now):
-        raise ValueError(f"{len(old)} elements against {len(now)}: a delta keeps the size")
-    sparse, changed = _encode_gap(old, now, kind)
+    old, now = _pair(base, new, kind)
+    sparse, changed = _encode_steps(old, now, kind, tools)
     if not changed:
         return None
-    found = [EncodedTensor(scheme=Scheme.RAW, data=new, changed_elements=changed)]
+    found: dict[Scheme, Buffer] = {Scheme.RAW: new}
+    raw_bytes = now.nbytes
     if sparse is not None:
-        found.append(EncodedTensor(scheme=Scheme.GAP, data=sparse, changed_elements=changed))
-    if sparse is None or len(sparse) * _GOOD > now.nbytes or now.nbytes <= _SMALL_BYTES:
-        data = _encode_dense(old, now, kind)
-        found.append(EncodedTensor(scheme=Scheme.DENSE, data=data, changed_elements=changed))
-    return min(found, key=lambda item: len(item.data))
+        found[Scheme.GAP] = sparse
+        if kind.exponent_bits and choice.is_classed_worth_measuring(
+            len(sparse), raw_bytes=raw_bytes, link=link
+        ):
+            found[Scheme.CLASSED] = encode_as(Scheme.CLASSED, base, new, dtype=dtype, tools=tools)
+    if choice.is_dense_worth_measuring(
+        None if sparse is None else len(sparse), raw_bytes=raw_bytes
+    ):
+        found[Scheme.DENSE] = encode_as(Scheme.DENSE, base, new, dtype=dtype, tools=tools)
+    sizes = {scheme: len(data) for scheme, data in found.items()}
+    best = choice.choose(sizes, raw_bytes=raw_bytes, link=link)
+    return EncodedTensor(scheme=best, data=found[best], changed_elements=changed)
+
+
+def encode_as(
+    scheme: Scheme, base: Buffer, new: Buffer, *, dtype: str, tools: Tools = REFERENCE
+) -> Buffer:
+    """Encode by one scheme, whatever it costs.
+
+    Raises:
+        ValueError: the sizes differ, the dtype is unknown, or CLASSED is asked of no float.
+    """
+    kind = kind_of(dtype)
+    old, now = _pair(base, new, kind)
+    if scheme is Scheme.RAW:
+        return new
+    if scheme is Scheme.XOR:
+        return dense.render_xor(old, now, kind)
+    if scheme is Scheme.DENSE:
+        return _encode_dense(old, now, kind, tools)
+    if scheme is Scheme.CLASSED and not kind.exponent_bits:
+        raise ValueError(f"{dtype} has no exponent to class by")
+
+    def record(part: slice) -> bytes:
+        before, after = old[part], now[part]
+        steps = tools.loops.diff(before, after, kind, first=part.start, most=len(before))
+        assert steps is not None  # noqa: S101 - nothing exceeds the number of elements
+        if scheme is Scheme.GAP:
+            return gap.render(steps, new_compressor())
+        return gap.render_classed(steps, before, kind, loops=tools.loops)
+
+    return _joined(list(tools.run(record, chunks(len(old), kind))))
 
 
 def decode_tensor(
-    data: memoryview, *, scheme: Scheme, base: Buffer, dtype: str
-) -> Change | memoryview:
-    """Return the change against ``base`` (GAP) or the tensor's new bytes (RAW, DENSE).
+    data: memoryview, *, scheme: Scheme, base: Buffer, dtype: str, tools: Tools = REFERENCE
+) -> Iterator[Update]:
+    """Yield what happens to each chunk of ``base``, in order; chunks that stay are left out.
 
-    Memory beside the result is a block. The size of the result is that of ``base``, whatever
-    the payload says. That the result is the right one is for the caller's digest to say.
+    Steps are checked against the base, bounds and digest. That new words are the right ones is
+    for the content digest of the tensor to say. ``base`` may be written to once the chunk's
+    update was taken, not before.
+
+    Raises:
+        ParseError: the payload breaks its format or belongs to another base. Chunks before the
+            fault have been yielded: nothing should be written until the iteration has ended.
+    """
+    kind = kind_of(dtype)
+    old = as_words(base, kind.width)
+    parts = list(chunks(len(old), kind))
+    if scheme is Scheme.RAW:
+        yield from _raw(data, old, parts)
+    elif scheme is Scheme.XOR:
+        for part, words in zip(parts, dense.parse_xor(data, old, kind), strict=True):
+            yield Update(part=part, new=words)
+    else:
+        records = split_records(data, len(parts))
+
+        def decode(job: tuple[slice, memoryview]) -> Update | None:
+            return _decode_record(job, scheme, old, kind, tools.loops)
+
+        run = map if scheme is Scheme.DENSE else tools.run  # a pool would hold the whole tensor
+        for found in run(decode, zip(parts, records, strict=True)):
+            if found is not None:
+                yield found
+
+
+def is_flip(data: memoryview, *, scheme: Scheme, dtype: str, num_elements: int) -> bool:
+    """Say whether a payload of full words gives the old ones when it meets the new ones.
 
     Raises:
         ParseError: the payload breaks its format.
     """
+    if scheme is not Scheme.DENSE:
+        return scheme is Scheme.XOR
+    count = len(list(chunks(num_elements, kind_of(dtype))))
+    return all(bytes(record[:1]) == b"\0" for record in split_records(data, count))
+
+
+def compose_tensors(
+    first: memoryview, second: memoryview, *, dtype: str, num_elements: int
+) -> EncodedTensor | None:
+    """Return the GAP payload that equals two after each other, or None if they cancel.
+
+    No weights are needed. Both must be GAP: the groups of CLASSED are of weights.
+
+    Raises:
+        ParseError: one of them breaks the format.
+    """
     kind = kind_of(dtype)
-    old = as_words(base, kind.width)
-    if scheme is Scheme.GAP:
-        return _decode_gap(data, old, kind)
+    parts = list(chunks(num_elements, kind))
+    records, changed = [], 0
+    pairs = zip(split_records(first, len(parts)), split_records(second, len(parts)), strict=True)
+    for part, pair in zip(parts, pairs, strict=True):
+        size = part.stop - part.start
+        before, after = (
+            gap.parse_unchecked(record, size, kind) if len(record) else gap.empty_steps(kind)
+            for record in pair
+        )
+        both = compose(before, after)
+        changed += len(both)
+        records.append(gap.render(both, new_compressor()))
+    if not changed:
+        return None
+    return EncodedTensor(scheme=Scheme.GAP, data=_joined(records), changed_elements=changed)
+
+
+def split_records(data: memoryview, count: int) -> list[memoryview]:
+    """Return the records of a payload. Raises ParseError if they are not exactly so many."""
+    cursor = Cursor(data, where="payload")
+    lengths = [cursor.take_u32() for _ in range(count)]
+    records = [cursor.take(length) for length in lengths]
+    cursor.expect_end()
+    return records
+
+
+def _encode_steps(old: Words, new: Words, kind: WordKind, tools: Tools) -> tuple[bytes | None, int]:
+    """Return the GAP form, or None where too much changes for it, and how many elements do."""
+
+    def record(part: slice) -> tuple[bytes | None, int]:
+        before, after = old[part], new[part]
+        most = len(before) if before.nbytes <= choice.SMALL_BYTES else len(before) // 2
+        steps = tools.loops.diff(before, after, kind, first=part.start, most=most)
+        if steps is None:
+            return None, int(np.count_nonzero(before != after))
+        return gap.render(steps, new_compressor()), len(steps)
+
+    found = list(tools.run(record, chunks(len(old), kind)))
+    changed = sum(count for _, count in found)
+    records = [data for data, _ in found if data is not None]
+    return (_joined(records) if len(records) == len(found) else None), changed
+
+
+def _encode_dense(old: Words, new: Words, kind: WordKind, tools: Tools) -> bytes:
+    """Measure both kinds of planes on the first chunk and go on with the smaller."""
+    parts = list(chunks(len(old), kind))
+    tags = list(dense.Dense)
+
+    def record(part: slice, tag: dense.Dense) -> bytes:
+        return dense.render(old[part], new[part], kind, tag=tag, zstd=new_compressor())
+
+    tried = {tag: record(part, tag) for part in parts[:1] for tag in tags}
+    best = min(tried, key=lambda tag: len(tried[tag]), default=dense.Dense.XOR)
+    rest = tools.run(lambda part: record(part, best), parts[1:])
+    return _joined([*([tried[best]] if tried else []), *rest])
+
+
+def _decode_record(
+    job: tuple[slice, memoryview], scheme: Scheme, old: Words, kind: WordKind, loops: Loops
+) -> Update | None:
+    part, record = job
+    before = old[part]
     if scheme is Scheme.DENSE:
-        return _decode_dense(data, old, kind)
+        return Update(part=part, new=dense.parse(record, before, kind))
+    if not len(record):
+        return None
+    parse = gap.parse_classed if scheme is Scheme.CLASSED else gap.parse
+    return Update(part=part, new=parse(record, before, kind, first=part.start, loops=loops))
+
+
+def _raw(data: memoryview, old: Words, parts: list[slice]) -> Iterator[Update]:
     if len(data) != old.nbytes:
         reason = ParseReason.TRUNCATED if len(data) < old.nbytes else ParseReason.TRAILING_BYTES
         raise ParseError(reason, "payload", f"{len(data)} bytes, wanted {old.nbytes}")
-    return data
+    words = np.frombuffer(data, dtype=old.dtype)
+    for part in parts:
+        yield Update(part=part, new=words[part])
 
 
-def _encode_gap(old: Words, new: Words, kind: WordKind) -> tuple[bytes | None, int]:
-    """Return the GAP form, or None once it is larger than the tensor so far, and the count."""
-    zstd, records, written, changed = new_compressor(), [], 0, 0
-    worth_it = True
-    for part in blocks(len(old), kind.width):
-        found = np.flatnonzero(old[part] != new[part])
-        changed += len(found)
-        if worth_it:
-            record = gap.encode_block(old[part], new[part], found, kind=kind, zstd=zstd)
-            records.append(record)
-            written += len(record)
-            worth_it = written <= part.stop * kind.width
-    return (b"".join(records) if worth_it else None), changed
+def _pair(base: Buffer, new: Buffer, kind: WordKind) -> tuple[Words, Words]:
+    old, now = as_words(base, kind.width), as_words(new, kind.width)
+    if len(old) != len(now):
+        raise ValueError(f"{len(old)} elements against {len(now)}: a delta keeps the size")
+    return old, now
 
 
-def _encode_dense(old: Words, new: Words, kind: WordKind) -> bytes:
-    """Measure both planes on the first block and go on with the smaller."""
-    zstd, records = new_compressor(), []
-    tags = list(dense.Dense)
-    for part in blocks(len(old), kind.width):
-        tried = {
-            tag: dense.encode_block(old[part], new[part], tag=tag, kind=kind, zstd=zstd)
-            for tag in tags
-        }
-        best = min(tried, key=lambda tag: len(tried[tag]))
-        records.append(tried[best])
-        tags = [best]
-    return b"".join(records)
-
-
-def _decode_gap(data: memoryview, old: Words, kind: WordKind) -> Change:
-    cursor = Cursor(data, where="payload.gap")
-    positions, words = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=old.dtype)]
-    for part in blocks(len(old), kind.width):
-        change = gap.decode_block(cursor, old[part], kind=kind)
-        positions.append(change.positions + part.start)
-        words.append(change.xor)
-    cursor.expect_end()
-    return Change(positions=np.concatenate(positions), xor=np.concatenate(words))
-
-
-def _decode_dense(data: memoryview, old: Words, kind: WordKind) -> memoryview:
-    cursor = Cursor(data, where="payload.dense")
-    new = np.empty(len(old), dtype=old.dtype)
-    for part in blocks(len(old), kind.width):
-        new[part] = dense.decode_block(cursor, old[part], kind=kind)
-    cursor.expect_end()
-    return new.data.cast("B")
+def _joined(records: list[bytes]) -> bytes:
+    return b"".join((render_u32(*(len(record) for record in records)), *records))

@@ -28,10 +28,14 @@ class Scheme(StrEnum):
 
     RAW = "raw"
     """The tensor's bytes as they are."""
-    DENSE = "dense"
-    """The whole XOR against the base, compressed: for tensors where most elements changed."""
     GAP = "gap"
-    """Gaps between changed elements and their ulp differences, each stream compressed."""
+    """Gaps between changed elements and their ulp differences: fast, and composes."""
+    CLASSED = "classed"
+    """The same in groups by the exponent of the base: for slow links."""
+    DENSE = "dense"
+    """Byte planes of every element, compressed: for tensors where most elements changed."""
+    XOR = "xor"
+    """The whole XOR against the base as one zstd frame: what the canonical format carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
-from paceline.refit.apply import StagedInstall, prove_live, stage_install, write_install
+from paceline.refit.apply import (
+    Checks,
+    StagedInstall,
+    prove_live,
+    stage_install,
+    write_install,
+)
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
+from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
 from paceline.refit.receiver.fetch import Fetcher
@@ -26,6 +33,9 @@ class InstallLimits:
     read_timeout_s: float = 20.0
     """For one manifest or one chunk of at most 64 MiB."""
     safe_point_timeout_s: float = 60.0
+    whole_check_every: int = 1
+    """Every so many installs all live bytes are hashed, before and after; between them only what
+    changes is proven. 1: always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +68,8 @@ class Installer:
         self._reader = reader
         self._clock = clock
         self._limits = limits
+        self._tools = process_tools()
+        self._since_whole_check = 0
 
     def install(
         self,
@@ -91,16 +103,19 @@ class Installer:
                 lease.renew_if_due()
                 between_reads()
 
-            staged, fetched_bytes = self._stage(version, base=base, keep_alive=keep_alive)
+            checks = self._next_checks(base)
+            staged, fetched_bytes = self._stage(
+                version, base=base, checks=checks, keep_alive=keep_alive
+            )
             label = InstalledVersion(
                 version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
             pause_s = self._engine.at_safe_point(
-                lambda: write_install(staged),
+                lambda: write_install(staged, tools=self._tools),
                 installed=label,
                 timeout_s=self._limits.safe_point_timeout_s,
             )
-            self._prove(staged, label)
+            self._prove(staged, label, checks)
         return Installed(
             version=label,
             entries={entry.name: entry for entry in staged.entries},
@@ -113,6 +128,7 @@ class Installer:
         version: WeightVersion,
         *,
         base: Mapping[str, TensorEntry] | None,
+        checks: Checks,
         keep_alive: Callable[[], None],
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
@@ -129,14 +145,28 @@ class Installer:
             manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
         )
         staged = stage_install(
-            manifest, objects, live=live, aliases=self._engine.tensor_aliases(), base=base
+            manifest,
+            objects,
+            live=live,
+            aliases=self._engine.tensor_aliases(),
+            base=base,
+            checks=checks,
         )
         return staged, sum(len(data) for data in objects.values())
 
-    def _prove(self, staged: StagedInstall, label: InstalledVersion) -> None:
+    def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
+        """Say whether this install reads all live bytes: the first does, and every n-th."""
+        self._since_whole_check += 1
+        whole = base is None or self._since_whole_check >= self._limits.whole_check_every
+        if whole:
+            self._since_whole_check = 0
+        return Checks(whole=whole, tools=self._tools)
+
+    def _prove(self, staged: StagedInstall, label: InstalledVersion, checks: Checks) -> None:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""
         try:
-            root = prove_live(self._engine.live_tensors(), staged.entries)
+            only = None if checks.whole else ()
+            root = prove_live(self._engine.live_tensors(), staged.entries, only=only)
         except VerifyError as exc:
             raise UncertainStateError(
                 f"live weights are not version {label.version_id}: {exc}"

@@ -8,8 +8,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.refit.delta.codec import EncodedTensor, encode_tensor
+from paceline.refit.delta.choice import LOCAL, Link
+from paceline.refit.delta.codec import EncodedTensor, Tools, encode_tensor
 from paceline.refit.digest import content_digest, root_digest
+from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.payload import (
     ALIGNMENT,
     HEADER_BYTES,
@@ -182,14 +184,20 @@ def full_shard_in_place(
     return _full(layout, ordered, parts, [item.offset for item in layout.tensors])
 
 
-def delta_shard(base: Capture, new: Capture) -> StagedBuffers:
-    """Stage what changed between two captures; the result has memory of its own."""
+def delta_shard(
+    base: Capture, new: Capture, *, tools: Tools | None = None, link: Link = LOCAL
+) -> StagedBuffers:
+    """Stage what changed between two captures; the result has memory of its own.
+
+    ``link`` is the way to the slowest reader: on a slow one smaller schemes are worth their time.
+    """
+    tools = tools or process_tools()
     parts, end = [memoryview(render_header(WeightPayloadFormat.XOR_DELTA))], HEADER_BYTES
     found: list[tuple[PlacedTensor, int, EncodedTensor]] = []
     for item in new.layout.tensors:
         stop = item.offset + item.num_bytes
         before, after = (c.arena.data[item.offset : stop] for c in (base, new))
-        encoded = encode_tensor(before, after, dtype=item.dtype)
+        encoded = encode_tensor(before, after, dtype=item.dtype, tools=tools, link=link)
         if encoded is not None:
             found.append((item, end, encoded))
             parts.append(memoryview(bytes(encoded.data)))

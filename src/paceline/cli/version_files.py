@@ -1,0 +1,107 @@
+"""``paceline versions diff | compose | verify``: versions and checkpoints as files."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from paceline.refit.inspection import HISTOGRAM_ULPS, TensorDiff
+
+_FOLDER = click.Path(path_type=Path)
+_EXISTING = click.Path(path_type=Path, exists=True)
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+@click.command()
+@click.argument("base", type=_EXISTING)
+@click.argument("new", type=_EXISTING)
+@click.option("--write", "folder", type=_FOLDER, help="Write the delta as a version folder.")
+@click.option("--slot", "slot_id", default="file", show_default=True, help="Its source slot.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def diff(*, base: Path, new: Path, folder: Path | None, slot_id: str, as_json: bool) -> None:
+    """Show what changes from checkpoint BASE to checkpoint NEW, per layer and in each scheme."""
+    from paceline.refit import inspection
+    from paceline.refit.kernels.registry import process_tools
+
+    tools = process_tools()
+    old, now = inspection.read_checkpoint(base), inspection.read_checkpoint(new)
+    found = list(inspection.diff_checkpoints(old, now, tools=tools))
+    if folder is not None:
+        version = inspection.make_delta(old, now, slot_id=slot_id, tools=tools)
+        inspection.write_version(folder, version)
+    if as_json:
+        click.echo(json.dumps({"tensors": [asdict(item) for item in found]}))
+        return
+    for layer, items in _layers(found).items():
+        click.echo(_line(layer, items))
+    click.echo(_line("all", found))
+    click.echo(_ulps_line(found))
+
+
+@click.command()
+@click.argument("first", type=_EXISTING)
+@click.argument("second", type=_EXISTING)
+@click.argument("result", type=_FOLDER)
+def compose(*, first: Path, second: Path, result: Path) -> None:
+    """Write the delta RESULT that equals version folders FIRST and then SECOND."""
+    from paceline.refit import inspection
+
+    both = inspection.compose_versions(
+        inspection.read_version(first), inspection.read_version(second)
+    )
+    inspection.write_version(result, both)
+    sizes = [
+        sum(len(data) for data in inspection.read_version(f)[1].values()) for f in (first, second)
+    ]
+    click.echo(f"{sum(map(len, both[1].values()))} bytes instead of {sum(sizes)}")
+
+
+def verify_folder(folder: Path, *, base: Path | None, as_json: bool) -> None:
+    """Prove a version folder; with its base, that it applies and leads where it says.
+
+    Raises:
+        VerifyError: it is not what it says.
+    """
+    from paceline.refit import inspection
+    from paceline.refit.kernels.registry import process_tools
+
+    weights = None if base is None else inspection.read_checkpoint(base)
+    root = inspection.verify_version(
+        inspection.read_version(folder), base=weights, tools=process_tools()
+    )
+    if as_json:
+        click.echo(json.dumps({"version": str(folder), "ok": True, "root_digest": root}))
+    else:
+        click.echo(f"{'applies and leads to' if base else 'is whole; root digest'} {root}")
+
+
+def _layers(found: Sequence[TensorDiff]) -> dict[str, list[TensorDiff]]:
+    """Group tensors by the numbered block in their name; others stand for themselves."""
+    layers: dict[str, list[TensorDiff]] = {}
+    for item in found:
+        match = _LAYER.match(item.name)
+        layers.setdefault(match.group(1) if match else item.name, []).append(item)
+    return layers
+
+
+def _line(title: str, items: Sequence[TensorDiff]) -> str:
+    elements = sum(item.num_elements for item in items)
+    changed = sum(item.changed_elements for item in items)
+    schemes = sorted({scheme for item in items for scheme in item.bytes_by_scheme})
+    sizes = ", ".join(
+        f"{scheme} {sum(item.bytes_by_scheme.get(scheme, 0) for item in items)}"
+        for scheme in schemes
+    )
+    share = changed / elements if elements else 0.0
+    return f"{title}: {share:.4%} of {elements} changed{f'; bytes: {sizes}' if sizes else ''}"
+
+
+def _ulps_line(found: Sequence[TensorDiff]) -> str:
+    edges = [f"<= {edge}" for edge in HISTOGRAM_ULPS] + [f"> {HISTOGRAM_ULPS[-1]}"]
+    counts = [sum(item.ulps[i] for item in found) for i in range(len(edges))]
+    return "ulps: " + ", ".join(
+        f"{edge}: {count}" for edge, count in zip(edges, counts, strict=True)
+    )

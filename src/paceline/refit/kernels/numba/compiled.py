@@ -1,0 +1,452 @@
+"""The loops themselves, in the subset of Python that numba compiles.
+
+Finding what differs is the loop that everything waits for. It compares 64 elements at once by a
+vector instruction of LLVM's own language, which every processor's code generator turns into the
+widest compare that it has, and then visits only the bits that are set.
+
+All arithmetic is in unsigned 64-bit words with explicit masks: numba turns a mixture of signed
+and unsigned 64-bit numbers into floats. Signs of steps are random, so there are no branches on
+them. ``order`` is what ``order_of`` returns. Types are checked by numba, when it compiles.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from paceline.refit.delta.mixing import CURVE, FOLD, PLACE
+from paceline.refit.delta.order import WordKind
+from paceline.refit.delta.steps import ESCAPE
+
+_LANES: Final = 64
+_ROW: Final = 2**12
+"""Elements whose masks are collected before they are visited; they stay in the first cache."""
+_U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
+_PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
+
+OPEN, COUNTS, OUTSIDE = range(1, 4)
+"""Why steps are refused."""
+
+
+def order_of(kind: WordKind) -> tuple[np.uint64, ...]:
+    """Return what ``_rank`` works with: place of the top bit, all bits, and what to flip."""
+    low = 1 << 8 * kind.width - 1 if kind.is_sign_magnitude else 0
+    flips = kind.mask >> 1 if kind.is_sign_magnitude else 0
+    return tuple(np.uint64(part) for part in (8 * kind.width - 1, kind.mask, low, flips))
+
+
+@intrinsic
+def differs(typing_context: Any, one: Any, other: Any, at: Any) -> Any:
+    """Compare 64 elements from ``at`` on; bit i of the result: element at + i differs."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(one.dtype.bitwidth), _LANES)
+        loaded = []
+        for value, array in zip(args[:2], signature.args[:2], strict=True):
+            data = context.make_array(array)(context, builder, value).data
+            place = builder.bitcast(builder.gep(data, [args[2]]), vector.as_pointer())
+            loaded.append(builder.load(place, align=1))
+        return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(_LANES))
+
+    return types.uint64(one, other, types.intp), generate
+
+
+@intrinsic
+def _lowest(typing_context: Any, bits: Any) -> Any:
+    """Return the place of the lowest bit that is set, 64 if none is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def population(typing_context: Any, bits: Any) -> Any:
+    """Return how many bits are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@njit
+def _rank(word: Any, order: Any) -> Any:
+    top, _, low, flips = order  # signs are random: arithmetic, no branch that guesses them
+    return word ^ low ^ (flips & (_U0 - (word >> top)))
+
+
+@njit
+def _unrank(place: Any, order: Any) -> Any:
+    top, _, low, flips = order
+    return place ^ low ^ flips ^ (flips & (_U0 - (place >> top)))
+
+
+@njit
+def _digested(at: Any, before: Any, after: Any) -> Any:
+    """Return what one element does to the additive digest."""
+    keyed = np.uint64(at) * _PLACE
+    return (after - before) * ((before + after) * _CURVE + _U1) * (keyed ^ keyed >> _FOLD | _U1)
+
+
+@njit
+def _moved(word, code, order, back):
+    """Return where a step leads from ``word``, or where it came from."""
+    step = (code >> _U1) ^ (order[1] & (_U0 - (code & _U1)))
+    step = (step ^ (_U0 - back)) + back
+    return _unrank((_rank(word, order) + step) & order[1], order)
+
+
+@njit
+def _locate(gaps, start, stop, last, at):
+    """Write the places that these gap bytes lead to; return how many, and where the gap stands.
+
+    Places first, words second: the processor then waits for many words of memory at once.
+    """
+    count = 0
+    for i in range(start, stop):
+        gap = np.int64(gaps[i])
+        ends = np.int64(gap != ESCAPE)
+        last += gap + ends
+        at[count] = last
+        count += ends
+    return count, last
+
+
+@njit
+def _read_codes(codes, c, count, spots, escapes, e, found):
+    """Write codes in full, ``spots`` being where escapes belong; return how many were used."""
+    for j in range(count):
+        found[j] = codes[c + j]
+    while e < len(spots) and spots[e] < c + count:
+        found[spots[e] - c] = escapes[e]
+        e += 1
+    return e
+
+
+@njit
+def _find(old: Any, new: Any, start: Any, stop: Any, masks: Any, places: Any) -> Any:
+    """Collect the groups of 64 elements in which something differs; return how many.
+
+    Whether one does is a coin toss that no processor predicts, so there is no branch on it.
+    """
+    found = 0
+    whole = start + (stop - start) // _LANES * _LANES
+    for at in range(start, whole, _LANES):
+        bits = differs(old, new, at)
+        masks[found] = bits
+        places[found] = at
+        found += np.int64(bits != _U0)
+    if whole < stop:
+        bits = _U0
+        for at in range(whole, stop):
+            if old[at] != new[at]:
+                bits |= _U1 << np.uint64(at - whole)
+        masks[found] = bits
+        places[found] = whole
+        found += np.int64(bits != _U0)
+    return found
+
+
+@njit
+def _list(masks: Any, places: Any, found: Any, at: Any) -> Any:
+    """Write the places of all bits behind ``at[0]``; return how many.
+
+    Eight are written whether they are there or not: guessing how many costs more. What is
+    written too much is overwritten by the next group, or never read.
+    """
+    count = 1
+    for i in range(found):
+        bits = masks[i]
+        place = places[i]
+        size = np.int64(population(bits))
+        for j in range(8):
+            at[count + j] = place + _lowest(bits)
+            bits &= bits - _U1
+        for j in range(8, size):
+            at[count + j] = place + _lowest(bits)
+            bits &= bits - _U1
+        count += size
+    return count - 1
+
+
+@njit
+def _write_gaps(at: Any, count: Any, gaps: Any, g: Any) -> Any:
+    """Write the gaps before ``at[1]`` to ``at[count]``; return where the stream ends."""
+    largest = 0
+    for j in range(1, count + 1):
+        gap = at[j] - at[j - 1] - 1
+        gaps[g + j - 1] = gap
+        largest = max(largest, gap)
+    if largest < ESCAPE:
+        return g + count
+    for j in range(1, count + 1):
+        gap = at[j] - at[j - 1] - 1
+        while gap >= ESCAPE:
+            gaps[g] = ESCAPE
+            g += 1
+            gap -= ESCAPE
+        gaps[g] = gap
+        g += 1
+    return g
+
+
+@njit
+def _code(before: Any, after: Any, order: Any) -> Any:
+    step = (_rank(after, order) - _rank(before, order)) & order[1]
+    return ((step << _U1) & order[1]) ^ (order[1] & (_U0 - (step >> order[0])))
+
+
+def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
+    most = len(codes)
+    g = c = e = 0
+    total = _U0
+    masks = np.empty(_ROW // _LANES + 1, dtype=np.uint64)
+    places = np.empty(_ROW // _LANES + 1, dtype=np.int64)
+    at = np.empty(_ROW + 10, dtype=np.int64)
+    at[0] = -1
+    for start in range(0, len(old), _ROW):
+        found = _find(old, new, start, min(start + _ROW, len(old)), masks, places)
+        count = _list(masks, places, found, at)
+        if c + count > most:
+            out[1] = -1
+            return total
+        g = _write_gaps(at, count, gaps, g)
+        far = _U0
+        for j in range(count):
+            p = at[j + 1]
+            before, after = np.uint64(old[p]), np.uint64(new[p])
+            code = _code(before, after, order)
+            codes[c + j] = min(code, _ESCAPE)
+            far = max(far, code)
+            total += _digested(first + p, before, after)
+        if far >= _ESCAPE:
+            for j in range(count):
+                if codes[c + j] == ESCAPE:
+                    p = at[j + 1]
+                    escapes[e] = _code(np.uint64(old[p]), np.uint64(new[p]), order)
+                    e += 1
+        c += count
+        at[0] = at[count]
+    out[0], out[1], out[2] = g, c, e
+    return total
+
+
+def _check_loop(gaps, codes, spots, escapes, old, order, first):
+    total = _U0
+    last = -1
+    c = e = 0
+    if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
+        return OPEN, total
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    found = np.empty(_ROW, dtype=np.uint64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        if c + count > len(codes):
+            return COUNTS, total
+        if last >= len(old):
+            return OUTSIDE, total
+        e = _read_codes(codes, c, count, spots, escapes, e, found)
+        for j in range(count):
+            before[j] = old[at[j]]
+        for j in range(count):
+            after = _moved(before[j], found[j], order, _U0)
+            total += _digested(first + at[j], before[j], after)
+        c += count
+    return (COUNTS if c != len(codes) else 0), total
+
+
+def _take_loop(gaps, words, found):
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    last = -1
+    c = 0
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        for j in range(count):
+            found[c + j] = words[at[j]]
+        c += count
+
+
+def _add_loop(gaps, codes, spots, escapes, words, order, back):
+    at = np.empty(_ROW + 1, dtype=np.int64)
+    found = np.empty(_ROW, dtype=np.uint64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    last = -1
+    c = e = 0
+    sign = _U1 if back else _U0
+    for start in range(0, len(gaps), _ROW):
+        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        e = _read_codes(codes, c, count, spots, escapes, e, found)
+        for j in range(count):
+            before[j] = words[at[j]]
+        for j in range(count):
+            before[j] = _moved(before[j], found[j], order, sign)
+        for j in range(count):
+            words[at[j]] = before[j]
+        c += count
+
+
+def _count_loop(gaps, old, table, shift, mask, groups):
+    found = np.zeros(groups, dtype=np.int64)
+    at = -1
+    for i in range(len(gaps)):
+        gap = np.int64(gaps[i])
+        at += gap
+        if gap != ESCAPE:
+            at += 1
+            found[table[np.int64(np.uint64(old[at]) >> shift & mask)]] += 1
+    return found
+
+
+def _split_loop(gaps, codes, old, table, shift, mask, starts, out_gaps, out_codes):
+    groups = len(starts) - 1
+    ends = starts[:groups].copy()
+    since = np.zeros(groups, dtype=np.int64)
+    at = 0
+    c = 0
+    target = -1
+    for i in range(len(gaps)):
+        gap = np.int64(gaps[i])
+        target += gap
+        if gap == ESCAPE:
+            continue
+        target += 1
+        while at < target:
+            since[table[np.int64(np.uint64(old[at]) >> shift & mask)]] += 1
+            at += 1
+        group = table[np.int64(np.uint64(old[at]) >> shift & mask)]
+        at += 1
+        run = since[group]
+        since[group] = 0
+        while run >= ESCAPE:
+            out_gaps[ends[group, 0]] = ESCAPE
+            ends[group, 0] += 1
+            run -= ESCAPE
+        out_gaps[ends[group, 0]] = run
+        ends[group, 0] += 1
+        out_codes[ends[group, 1]] = codes[c]
+        ends[group, 1] += 1
+        c += 1
+    return ends
+
+
+def _join_loop(gaps, codes, edges, old, table, shift, mask, out_gaps, out_codes):
+    groups = len(edges) - 1
+    cursor = edges[:groups].copy()
+    left = np.empty(groups, dtype=np.int64)
+    for group in range(groups):
+        stop = edges[group + 1, 0]
+        if stop > edges[group, 0] and gaps[stop - 1] == ESCAPE:
+            return OPEN, 0
+        ends = 0
+        for i in range(edges[group, 0], stop):
+            ends += gaps[i] != ESCAPE
+        if ends != edges[group + 1, 1] - edges[group, 1]:
+            return COUNTS, 0
+        left[group] = _next_run(gaps, cursor, group, stop)
+    g = c = 0
+    last = -1
+    for at in range(len(old)):
+        group = table[np.int64(np.uint64(old[at]) >> shift & mask)]
+        if left[group]:
+            left[group] -= 1
+            continue
+        gap = at - last - 1
+        last = at
+        while gap >= ESCAPE:
+            out_gaps[g] = ESCAPE
+            g += 1
+            gap -= ESCAPE
+        out_gaps[g] = gap
+        g += 1
+        out_codes[c] = codes[cursor[group, 1]]
+        c += 1
+        cursor[group, 1] += 1
+        left[group] = _next_run(gaps, cursor, group, edges[group + 1, 0])
+    return (0 if c == len(codes) else OUTSIDE), g
+
+
+@njit
+def _next_run(gaps: Any, cursor: Any, group: Any, stop: Any) -> Any:
+    """Return how many elements of the group stay before its next change; -1: all of them."""
+    run = 0
+    while cursor[group, 0] < stop:
+        gap = np.int64(gaps[cursor[group, 0]])
+        cursor[group, 0] += 1
+        run += gap
+        if gap != ESCAPE:
+            return run
+    return -1
+
+
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+_OUT_BYTES = types.Array(types.uint8, 1, "C")
+_ORDER = types.UniTuple(types.uint64, 4)
+_SPOTS = types.Array(types.int64, 1, "C", readonly=True)
+_TABLE2 = types.Array(types.int64, 2, "C")
+_EXPONENT = (types.uint64, types.uint64)
+
+
+def _compiled(loop: Callable[..., Any], *arguments: Any) -> Any:
+    """Compile for exactly these arguments; memory that may be read only is taken as such."""
+    return njit(arguments, nogil=True, cache=True)(loop)
+
+
+def _words(width: int, *, readonly: bool = True) -> Any:
+    return types.Array(getattr(types, f"uint{8 * width}"), 1, "C", readonly=readonly)
+
+
+@lru_cache
+def compiled_diff(width: int) -> Any:
+    """Fill gaps, codes, escapes and their lengths (-1 codes: too many); return the total."""
+    old, out = _words(width), _words(width, readonly=False)
+    counts = types.Array(types.int64, 1, "C")
+    return _compiled(_diff_loop, old, old, _ORDER, types.int64, _OUT_BYTES, _OUT_BYTES, out, counts)
+
+
+@lru_cache
+def compiled_check(width: int) -> Any:
+    """Return the fault, 0 for none, and the total."""
+    words = _words(width)
+    inputs = (_BYTES, _BYTES, _SPOTS, words, words, _ORDER, types.int64)
+    return _compiled(_check_loop, *inputs)
+
+
+@lru_cache
+def compiled_take(width: int) -> Any:
+    """Copy the words at the positions."""
+    return _compiled(_take_loop, _BYTES, _words(width), _words(width, readonly=False))
+
+
+@lru_cache
+def compiled_add(width: int) -> Any:
+    """Write the words that the steps lead to, or came from."""
+    out = _words(width, readonly=False)
+    inputs = (_BYTES, _BYTES, _SPOTS, _words(width))
+    return _compiled(_add_loop, *inputs, out, _ORDER, types.boolean)
+
+
+@lru_cache
+def compiled_count(width: int) -> Any:
+    """Return how many changes are in each group."""
+    return _compiled(_count_loop, _BYTES, _words(width), _BYTES, *_EXPONENT, types.int64)
+
+
+@lru_cache
+def compiled_split(width: int) -> Any:
+    """Fill gaps and codes of all groups from their starts on; return their ends."""
+    inputs = (_BYTES, _BYTES, _words(width), _BYTES, *_EXPONENT)
+    return _compiled(_split_loop, *inputs, _TABLE2, _OUT_BYTES, _OUT_BYTES)
+
+
+@lru_cache
+def compiled_join(width: int) -> Any:
+    """Fill gaps and codes in element order; return the fault and how many gap bytes."""
+    inputs = (_BYTES, _BYTES, _TABLE2, _words(width), _BYTES, *_EXPONENT)
+    return _compiled(_join_loop, *inputs, _OUT_BYTES, _OUT_BYTES)

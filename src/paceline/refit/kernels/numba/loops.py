@@ -1,0 +1,152 @@
+"""Compiled loops behind the codec's interface: byte for byte the reference, without the GIL.
+
+The first call for an element width compiles (a second or two, then cached on disk). Memory that
+is not aligned goes to the reference.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from paceline.refit.delta.loops import (
+    WHERE,
+    Bytes,
+    Group,
+    NumpyLoops,
+    check_escapes,
+    outside,
+    wrong_total,
+)
+from paceline.refit.delta.order import WordKind, Words
+from paceline.refit.delta.steps import ESCAPE, Steps
+from paceline.refit.errors import ParseError, ParseReason
+from paceline.refit.kernels.numba.compiled import (
+    COUNTS,
+    OPEN,
+    OUTSIDE,
+    compiled_add,
+    compiled_check,
+    compiled_count,
+    compiled_diff,
+    compiled_join,
+    compiled_split,
+    compiled_take,
+    order_of,
+)
+
+_REFUSALS: Final = {
+    OPEN: (ParseReason.TRUNCATED, "the last gap does not end"),
+    COUNTS: (ParseReason.INCONSISTENT, "gaps and codes differ in number"),
+}
+
+
+class NumbaLoops:
+    """Compiled loops; memory that is not aligned goes to the reference."""
+
+    name = "numba"
+
+    def __init__(self) -> None:
+        self._reference = NumpyLoops()
+
+    def diff(
+        self, old: Words, new: Words, kind: WordKind, *, first: int, most: int
+    ) -> Steps | None:
+        """Return what turns ``old`` into ``new``."""
+        if not (_fits(old) and _fits(new)):
+            return self._reference.diff(old, new, kind, first=first, most=most)
+        gaps = np.empty(most + len(old) // ESCAPE + 1, dtype=np.uint8)
+        codes = np.empty(most, dtype=np.uint8)
+        escapes = np.empty(most, dtype=old.dtype)
+        out = np.zeros(3, dtype=np.int64)
+        total = compiled_diff(kind.width)(
+            old, new, order_of(kind), first, gaps, codes, escapes, out
+        )
+        if out[1] < 0:
+            return None
+        return Steps(
+            gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
+        )
+
+    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+        """Refuse steps that do not fit."""
+        if not _fits(old):
+            self._reference.check(steps, old, kind, first=first)
+            return
+        spots = check_escapes([steps.codes], steps.escapes)
+        fault, total = compiled_check(kind.width)(
+            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first
+        )
+        _refuse(fault, len(old))
+        if total != steps.total:
+            raise wrong_total()
+
+    def take(self, steps: Steps, words: Words) -> Words:
+        """Copy the words at the positions."""
+        if not _fits(words):
+            return self._reference.take(steps, words)
+        found = np.empty(len(steps), dtype=words.dtype)
+        compiled_take(words.itemsize)(steps.gaps, words, found)
+        return found
+
+    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+        """Write the words that the steps lead to."""
+        if not _fits(words):
+            self._reference.add(steps, words, kind, sign=sign)
+            return
+        order = order_of(kind)
+        spots = np.flatnonzero(steps.codes == ESCAPE)
+        compiled_add(kind.width)(
+            steps.gaps, steps.codes, spots, steps.escapes, words, order, sign < 0
+        )
+
+    def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
+        """Sort by the exponent before the change."""
+        if not _fits(old):
+            return self._reference.split(steps, old, kind, table)
+        count = int(table.max()) + 1
+        starts = np.zeros((count + 1, 2), dtype=np.int64)
+        of_groups = compiled_count(kind.width)(
+            steps.gaps, old, table, kind.exponent_shift, kind.mask_of_exponent, count
+        )
+        starts[1:, 1] = np.cumsum(of_groups)
+        starts[1:, 0] = np.cumsum(of_groups + len(old) // ESCAPE + 1)
+        gaps = np.empty(int(starts[-1, 0]), dtype=np.uint8)
+        codes = np.empty(len(steps), dtype=np.uint8)
+        ends = compiled_split(kind.width)(
+            steps.gaps, steps.codes, old, table, kind.exponent_shift, kind.mask_of_exponent,
+            starts, gaps, codes,
+        )  # fmt: skip
+        return [
+            (gaps[starts[i, 0] : ends[i, 0]], codes[starts[i, 1] : ends[i, 1]])
+            for i in range(count)
+        ]
+
+    def join(
+        self, groups: list[Group], escapes: Words, old: Words, kind: WordKind, table: Bytes
+    ) -> Steps:
+        """Take ``split`` back."""
+        if not _fits(old):
+            return self._reference.join(groups, escapes, old, kind, table)
+        edges = np.zeros((len(groups) + 1, 2), dtype=np.int64)
+        edges[1:] = np.cumsum([[len(gaps), len(codes)] for gaps, codes in groups], axis=0)
+        gaps, codes = (np.concatenate([group[i] for group in groups]) for i in (0, 1))
+        joined = np.empty(len(codes) + len(old) // ESCAPE + 1, dtype=np.uint8)
+        sorted_codes = np.empty(len(codes), dtype=np.uint8)
+        fault, count = compiled_join(kind.width)(
+            gaps, codes, edges, old, table, kind.exponent_shift, kind.mask_of_exponent,
+            joined, sorted_codes,
+        )  # fmt: skip
+        _refuse(fault, len(old))
+        return Steps(gaps=joined[:count], codes=sorted_codes, escapes=escapes, total=0)
+
+
+def _fits(words: Words) -> bool:
+    return words.flags.aligned and words.flags.c_contiguous
+
+
+def _refuse(fault: int, num_elements: int) -> None:
+    if fault == OUTSIDE:
+        raise outside(num_elements)
+    if fault:
+        reason, detail = _REFUSALS[fault]
+        raise ParseError(reason, WHERE, detail)

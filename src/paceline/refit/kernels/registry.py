@@ -1,0 +1,47 @@
+"""Loops by name, and the tools that this process encodes and applies with."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Final, cast
+
+from paceline.core.registry import LazyEntry, load_entry
+from paceline.refit.delta.codec import Tools
+from paceline.refit.delta.loops import Loops
+
+LOOPS: Final[dict[str, LazyEntry]] = {
+    "numpy": LazyEntry("paceline.refit.delta.loops", "NumpyLoops"),
+    "numba": LazyEntry("paceline.refit.kernels.numba.loops", "NumbaLoops", extra="fast"),
+}
+"""Name -> class of the loops on the processor."""
+
+_THREADS_MAX: Final = 8
+"""Beyond this the memory bus is the limit, and the engine on this machine wants its cores."""
+
+
+@lru_cache
+def load_loops(name: str | None = None) -> Loops:
+    """Return the loops of that name, or the fastest that are installed.
+
+    Raises:
+        UsageError, MissingExtraError: there are none of that name.
+    """
+    if name is None:
+        name = "numba" if find_spec("numba") is not None else "numpy"
+    loops = cast("type[Loops]", load_entry(LOOPS, name, port="loops"))
+    return loops()
+
+
+@lru_cache
+def process_tools(threads: int | None = None) -> Tools:
+    """Return the fastest loops over threads of this process's own, by default one per core.
+
+    The threads live as long as the process. Work that runs on them must not wait for them.
+    """
+    count = min(len(os.sched_getaffinity(0)), _THREADS_MAX) if threads is None else threads
+    loops = load_loops()
+    if count == 1:
+        return Tools(loops=loops)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="paceline-codec")
+    return Tools(loops=loops, run=pool.map)

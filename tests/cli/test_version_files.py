@@ -1,0 +1,88 @@
+"""``paceline versions diff | compose | verify`` on checkpoints and version folders."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import save_file
+
+from paceline.cli.versions import versions
+from paceline.refit.errors import VerifyError
+
+
+def checkpoints(folder: Path, count: int = 3) -> list[Path]:
+    """Consecutive states of a small model: one layer moves, one tensor stays."""
+    random = np.random.default_rng(2)
+    state = {
+        name: random.integers(0x3C00, 0x3D00, 4000, dtype=np.uint16)
+        for name in ("model.layers.0.a", "model.layers.0.b", "norm")
+    }
+    found = []
+    for i in range(count):
+        path = folder / f"v{i}.safetensors"
+        save_file(state, path)
+        found.append(path)
+        state = {name: words.copy() for name, words in state.items()}
+        state["model.layers.0.a"][i :: 100 + i] += np.uint16(1 + i)
+    return found
+
+
+def run(*args: object) -> str:
+    done = CliRunner().invoke(versions, [str(arg) for arg in args], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_diff_compose_verify(tmp_path: Path) -> None:
+    """Two deltas compose to the direct one; each is proven against the checkpoint before it."""
+    v0, v1, v2 = checkpoints(tmp_path)
+    text = run("diff", v0, v1, "--write", tmp_path / "d1")
+    assert "model.layers.0: 0.5000% of 8000 changed" in text
+    assert "norm: 0.0000% of 4000 changed" in text
+    assert "<= 1: 40" in text
+    run("diff", v1, v2, "--write", tmp_path / "d2")
+    run("diff", v0, v2, "--write", tmp_path / "direct")
+    assert "instead of" in run("compose", tmp_path / "d1", tmp_path / "d2", tmp_path / "both")
+    root = run("verify", tmp_path / "both", "--base", v0).split()[-1]
+    assert root == run("verify", tmp_path / "direct", "--base", v0).split()[-1]
+    assert root == run("verify", tmp_path / "both").split()[-1]
+    names = [(tmp_path / f / "objects").iterdir().__next__().name for f in ("both", "direct")]
+    assert names[0] == names[1]
+
+
+def test_diff_as_json(tmp_path: Path) -> None:
+    """The same facts for programs."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    tensors = {item["name"]: item for item in json.loads(run("diff", v0, v1, "--json"))["tensors"]}
+    assert tensors["model.layers.0.a"]["changed_elements"] == 40
+    assert tensors["norm"]["bytes_by_scheme"] == {}
+    assert set(tensors["model.layers.0.a"]["bytes_by_scheme"]) == {"raw", "gap", "dense", "xor"}
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Another base, another order, damage and other layouts are named."""
+    v0, v1, v2 = checkpoints(tmp_path)
+    run("diff", v0, v1, "--write", tmp_path / "d1")
+    run("diff", v1, v2, "--write", tmp_path / "d2")
+    with pytest.raises(VerifyError, match="applies to"):
+        run("verify", tmp_path / "d2", "--base", v0)
+    with pytest.raises(VerifyError, match="leads to"):
+        run("compose", tmp_path / "d2", tmp_path / "d1", tmp_path / "x")
+    other = tmp_path / "other.safetensors"
+    save_file({"w": np.zeros(3, dtype=np.uint16)}, other)
+    with pytest.raises(VerifyError, match="not the same tensors"):
+        run("diff", v0, other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(VerifyError, match=r"no \.safetensors"):
+        run("diff", tmp_path / "empty", v0)
+    path = next((tmp_path / "d1" / "objects").iterdir())
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(VerifyError, match="hash"):
+        run("verify", tmp_path / "d1")
+    path.unlink()
+    with pytest.raises(VerifyError, match="missing"):
+        run("verify", tmp_path / "d1")
