@@ -53,7 +53,7 @@ def create(
         return call()
     except NoAnswerError as exc:
         if not exc.was_sent:
-            raise ProvisionError(str(exc)) from exc
+            raise provision_error(exc) from exc
         return _find(exc, label=label, listing=listing, clock=clock, settle_s=settle_s)
     except AmbiguousError as exc:
         return _find(exc, label=label, listing=listing, clock=clock, settle_s=settle_s)
@@ -62,8 +62,8 @@ def create(
 
 
 def provision_error(failure: ApiError, *, leaked: InstanceHandle | None = None) -> ProvisionError:
-    """Return what a refused create means to whoever tries offers one after the other."""
-    is_wide = isinstance(failure, AuthError | BalanceError | RequestError)
+    """Return what a create that came to nothing means to whoever tries offers one by one."""
+    is_wide = isinstance(failure, AuthError | BalanceError | RequestError | AmbiguousError)
     return ProvisionError(
         str(failure), leaked=leaked, is_backend_wide=is_wide and not failure.is_about_offer
     )

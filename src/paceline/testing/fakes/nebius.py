@@ -169,7 +169,7 @@ class FakeNebius(FakeCloud):
     def _make(self, asked: Any) -> Rental:
         self._num_made += 1
         label = dict(asked.metadata.labels).get("paceline-label") or asked.metadata.name
-        disk = asked.spec.boot_disk.managed_disk if asked.spec.boot_disk is not None else None
+        disk = asked.spec.boot_disk.managed_disk if asked.spec.HasField("boot_disk") else None
         size_gib = int(disk.spec.size_gibibytes or 0) if disk is not None else 50
         rental = self.open_rental(
             f"computeinstance-e00{self._num_made:06d}",
@@ -450,7 +450,7 @@ def _price(spec: Any) -> float | None:
     for name, _, gpu_dph, presets in _PLATFORMS:
         if name == spec.resources.platform and spec.resources.preset in presets:
             width = int(re.match(r"[0-9]*", spec.resources.preset)[0] or 1)  # type: ignore[index]
-            return gpu_dph * width * (0.5 if spec.preemptible is not None else 1.0)
+            return gpu_dph * width * (0.5 if spec.HasField("preemptible") else 1.0)
     return None
 
 

@@ -72,7 +72,7 @@ class RunpodBackend:
             offer_id,
             disk_gb=disk_gb,
             container_disk_gb=self._config.container_disk_gb,
-            image=image,
+            image=image or self._config.image,
             public_key=creation.read_public_key(ssh_pubkey_path),
             label=label,
         )

@@ -23,6 +23,8 @@ class RunpodConfig(BaseModel):
     clouds: tuple[Cloud, ...] = Field(default=("SECURE",), min_length=1)
     """COMMUNITY is other people's hosts: cheaper, and a stranger can read what is on them."""
     ssh_user: str = "root"
+    image: str = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
+    """For machines that name none. A tag that is no longer there is refused or fails to start."""
     container_disk_gb: int = Field(default=20, ge=1)
     """For the image's own changes; what is asked for with ``disk_gb`` is a volume beside it."""
 
@@ -34,6 +36,8 @@ class RunpodConfig(BaseModel):
             values["api_url"] = environ["RUNPOD_API_BASE_URL"]
         if environ.get("PACELINE_RUNPOD_SSH_USER"):
             values["ssh_user"] = environ["PACELINE_RUNPOD_SSH_USER"]
+        if environ.get("PACELINE_RUNPOD_IMAGE"):
+            values["image"] = environ["PACELINE_RUNPOD_IMAGE"]
         if environ.get("PACELINE_RUNPOD_CLOUDS"):
             values["clouds"] = tuple(environ["PACELINE_RUNPOD_CLOUDS"].split(","))
         return cls.model_validate(values)

@@ -70,7 +70,11 @@ class VastBackend:
         """Rent on demand; the disk is of that size for the life of the machine."""
         public_key = creation.read_public_key(ssh_pubkey_path)
         body = mapping.create_body(
-            disk_gb=disk_gb, image=image, public_key=public_key, label=label, max_dph=None
+            disk_gb=disk_gb,
+            image=image or self._config.image,
+            public_key=public_key,
+            label=label,
+            max_dph=None,
         )
         return self._provision(offer_id, body, public_key)
 
@@ -87,7 +91,11 @@ class VastBackend:
         """Bid ``max_dph``; a bid that is too low is an error, and what it left is named in it."""
         public_key = creation.read_public_key(ssh_pubkey_path)
         body = mapping.create_body(
-            disk_gb=disk_gb, image=image, public_key=public_key, label=label, max_dph=max_dph
+            disk_gb=disk_gb,
+            image=image or self._config.image,
+            public_key=public_key,
+            label=label,
+            max_dph=max_dph,
         )
         return self._provision(offer_id, body, public_key)
 

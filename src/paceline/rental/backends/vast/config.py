@@ -7,6 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.rental.credentials import Credential, KeyFile, find_credential, home_of
 
+_OPTIONS = (
+    ("VAST_URL", "api_url"),
+    ("PACELINE_VAST_SSH_USER", "ssh_user"),
+    ("PACELINE_VAST_IMAGE", "image"),
+)
 KEY_NAMES = ("VAST_API_KEY",)
 
 
@@ -17,6 +22,8 @@ class VastConfig(BaseModel):
 
     api_url: str = "https://console.vast.ai"
     ssh_user: str = "root"
+    image: str = "pytorch/pytorch:2.8.0-cuda12.8-cudnn9-devel"
+    """For machines that name none. A tag that is no longer there is refused or fails to start."""
     is_verified_only: bool = True
     """Leave out machines that Vast has not tested."""
     is_datacenter_only: bool = False
@@ -27,7 +34,7 @@ class VastConfig(BaseModel):
     def from_environ(cls, environ: Mapping[str, str]) -> "VastConfig":
         """Return the options that the environment sets."""
         values: dict[str, object] = {}
-        for name, option in (("VAST_URL", "api_url"), ("PACELINE_VAST_SSH_USER", "ssh_user")):
+        for name, option in _OPTIONS:
             if environ.get(name):
                 values[option] = environ[name]
         return cls.model_validate(values)
