@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.waiting import wait_until
 from paceline.rental.backends.defaults import default_parts
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.backends.registry import load_backend
@@ -57,7 +58,14 @@ lock = ".lock"
             default_parts(), state_dir=self.state_dir, config_dir=config, ssh_remote=self.remote
         )
         yield
-        assert machine.num_processes() == 0, "a machine that was torn down left processes"
+        # The shells that answered the last questions may be ending still.
+        wait_until(
+            lambda: machine.num_processes() == 0,
+            what="a machine that was torn down being without processes",
+            clock=self.clock,
+            timeout_s=10,
+            interval_s=0.02,
+        )
         assert list((machine.home / ".paceline" / "machines").glob("*")) == []
 
     def remote(self, target: SshTarget, machine_id: str) -> NetworkRemote:
