@@ -35,6 +35,7 @@ from paceline.rental.errors import (
     HostKeyChangedError,
     IllegalMoveError,
     InstanceNotFoundError,
+    MissingKeyError,
     NoAnswerError,
     NoOffersError,
     NotProvenGoneError,
@@ -59,11 +60,11 @@ from paceline.rental.model import (
 )
 
 __all__ = [
-    "BACKEND_REGISTRY",
     "AbsentError",
     "AmbiguousError",
     "ApiError",
     "AuthError",
+    "BACKEND_REGISTRY",
     "BackendAdapter",
     "BackendError",
     "BalanceError",
@@ -81,6 +82,7 @@ __all__ = [
     "InstanceNotFoundError",
     "InstanceState",
     "InstanceStatus",
+    "MissingKeyError",
     "NoAnswerError",
     "NoOffersError",
     "NotProvenGoneError",

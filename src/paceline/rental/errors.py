@@ -129,6 +129,12 @@ class AuthError(ApiError):
     advice = "check the key with `paceline check`"
 
 
+class MissingKeyError(AuthError):
+    """There is no key at all, so nothing was sent."""
+
+    advice = "run `paceline check` to see where one is looked for"
+
+
 class BalanceError(ApiError):
     """The account cannot pay, or is at its limit: no other offer of this provider will do."""
 

@@ -28,6 +28,7 @@ from paceline.rental.errors import (
     ApiFacts,
     AuthError,
     GarbageError,
+    MissingKeyError,
     NoAnswerError,
     RateLimitError,
     RequestError,
@@ -69,6 +70,8 @@ class Dialect:
     intervals_s: Mapping[str, float] = field(default_factory=dict)
     """Lane -> least seconds between two calls in it; ALL_CALLS is for all of them."""
     policy: RetryPolicy = _POLICY
+    open_lanes: frozenset[str] = frozenset()
+    """Lanes whose calls are answered without a key as well."""
     timeout_s: float = 120.0
     """For one call with all its repetitions."""
 
@@ -206,7 +209,7 @@ class HttpApi:
 
     def _exchange(self, request: _Request, *, deadline_s: float) -> tuple[httpx.Response, bytes]:
         """Send once and read the whole body, within the deadline and bounded."""
-        headers = self._headers(request.url)
+        headers = self._headers(request)
         self._pace(request, deadline_s=deadline_s)
         left_s = deadline_s - self._parts.clock.monotonic()
         timeout = httpx.Timeout(max(0.1, min(left_s, 60.0)), connect=10.0)
@@ -273,10 +276,16 @@ class HttpApi:
             )
         self._parts.clock.sleep(wait_s)
 
-    def _headers(self, url: str) -> dict[str, str]:
+    def _headers(self, request: _Request) -> dict[str, str]:
         """Return the headers of a call; the key goes to the provider alone, and never in clear."""
         headers = {"Accept": "application/json", "User-Agent": "paceline"}
-        key = self._key() if self._is_ours(url) else None
+        url = request.url
+        if not self._is_ours(url):
+            return headers
+        key = self._key()
+        if key is None and request.lane not in self._dialect.open_lanes:
+            name = self._dialect.backend
+            raise MissingKeyError(f"{name}: there is no key; {MissingKeyError.advice}")
         if key is None:
             return headers
         if httpx.URL(url).scheme != "https" and httpx.URL(url).host not in _LOOPBACK:

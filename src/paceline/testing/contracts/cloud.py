@@ -31,6 +31,7 @@ from paceline.rental.errors import (
     BackendError,
     BootFailedError,
     InstanceNotFoundError,
+    MissingKeyError,
     NoOffersError,
     NotProvenGoneError,
     ProvisionError,
@@ -239,6 +240,16 @@ class CloudContract(ABC):
         with pytest.raises(ProvisionError) as caught:
             self.provision(offer_id)
         assert caught.value.is_backend_wide
+
+    def test_without_a_key_nothing_is_sent(self) -> None:
+        """A user of other backends is not made to wait for a provider that he does not use."""
+        h = self.provision()
+        for name in self.environ_of("x"):
+            self.environ.pop(name, None)
+        num_calls = len(self.fake.calls)
+        with pytest.raises(MissingKeyError, match="paceline check"):
+            self.adapter.status(h)
+        assert len(self.fake.calls) == num_calls
 
     def test_a_changed_key_is_used_at_once(self) -> None:
         """An adapter that lives for days follows a rotation without a restart."""

@@ -31,6 +31,7 @@ from paceline.rental.errors import (
     ApiError,
     AuthError,
     GarbageError,
+    MissingKeyError,
     NoAnswerError,
     RateLimitError,
 )
@@ -306,7 +307,7 @@ class NebiusClient:
     def _authorization(self) -> list[tuple[str, str]]:
         credential = self._credential()
         if credential is None:
-            raise AuthError(f"nebius: no credentials; {AuthError.advice}")
+            raise MissingKeyError(f"nebius: there is no token; {MissingKeyError.advice}")
         token = credential.key
         if token.startswith("{"):
             token = self._exchange(credential.key)

@@ -33,7 +33,12 @@ class VastClient:
     def __init__(
         self, config: VastConfig, *, key: Callable[[], str | None], parts: HttpParts
     ) -> None:
-        dialect = Dialect(backend="vast", judge=mapping.judge, intervals_s=_INTERVALS_S)
+        dialect = Dialect(
+            backend="vast",
+            judge=mapping.judge,
+            intervals_s=_INTERVALS_S,
+            open_lanes=frozenset({"search"}),
+        )
         self._api = HttpApi(dialect, base_url=config.api_url, key=key, parts=parts)
 
     def search(self, query: Mapping[str, object]) -> list[Mapping[str, object]]:
