@@ -533,3 +533,30 @@ def test_positions_and_differences_read_the_streams() -> None:
     assert steps.codes.tolist() == [2, 3]
     assert positions_of(steps.gaps).tolist() == [259, 261]
     assert differences_of(steps).tolist() == [1, 254]
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_four_gib() -> None:
+    """First and last element of 4 GiB + 64 bytes: 64-bit places, and memory of a few chunks."""
+    count = 2**31 + 32
+    base = np.zeros(count, dtype="<u2")
+    new = base.copy()
+    new[[0, -1]] = [1, 2]
+    tools = Tools(loops=load_loops("numba"))
+    found = encode_tensor(base.data.cast("B"), new.data.cast("B"), dtype="BF16", tools=tools)
+    assert found is not None
+    assert (found.scheme, found.changed_elements) == (Scheme.GAP, 2)
+    updates = list(
+        decode_tensor(
+            memoryview(found.data),
+            scheme=found.scheme,
+            base=base.data.cast("B"),
+            dtype="BF16",
+            tools=tools,
+        )
+    )
+    assert [update.part.start for update in updates] == [0, count - count % (CHUNK_BYTES // 2)]
+    for update in updates:
+        assert isinstance(update.new, Steps)
+        tools.loops.add(update.new, base[update.part], kind_of("BF16"))
+    assert (int(base[0]), int(base[-1]), int(np.count_nonzero(base))) == (1, 2, 2)

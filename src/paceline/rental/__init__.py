@@ -60,11 +60,11 @@ from paceline.rental.model import (
 )
 
 __all__ = [
+    "BACKEND_REGISTRY",
     "AbsentError",
     "AmbiguousError",
     "ApiError",
     "AuthError",
-    "BACKEND_REGISTRY",
     "BackendAdapter",
     "BackendError",
     "BalanceError",

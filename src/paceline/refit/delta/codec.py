@@ -4,7 +4,7 @@ A payload of GAP, CLASSED or DENSE is one u32 length per chunk of the tensor and
 of each. Neither side holds more than a few chunks beside its result, and threads share a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ def encode_as(
             return gap.render(steps, new_compressor())
         return gap.render_classed(steps, before, kind, loops=tools.loops)
 
-    return _joined(list(tools.run(record, chunks(len(old), kind))))
+    return join_records(list(tools.run(record, chunks(len(old), kind))))
 
 
 def decode_tensor(
@@ -183,7 +183,7 @@ def compose_tensors(
         records.append(gap.render(both, new_compressor()))
     if not changed:
         return None
-    return EncodedTensor(scheme=Scheme.GAP, data=_joined(records), changed_elements=changed)
+    return EncodedTensor(scheme=Scheme.GAP, data=join_records(records), changed_elements=changed)
 
 
 def split_records(data: memoryview, count: int) -> list[memoryview]:
@@ -209,7 +209,7 @@ def _encode_steps(old: Words, new: Words, kind: WordKind, tools: Tools) -> tuple
     found = list(tools.run(record, chunks(len(old), kind)))
     changed = sum(count for _, count in found)
     records = [data for data, _ in found if data is not None]
-    return (_joined(records) if len(records) == len(found) else None), changed
+    return (join_records(records) if len(records) == len(found) else None), changed
 
 
 def _encode_dense(old: Words, new: Words, kind: WordKind, tools: Tools) -> bytes:
@@ -223,7 +223,7 @@ def _encode_dense(old: Words, new: Words, kind: WordKind, tools: Tools) -> bytes
     tried = {tag: record(part, tag) for part in parts[:1] for tag in tags}
     best = min(tried, key=lambda tag: len(tried[tag]), default=dense.Dense.XOR)
     rest = tools.run(lambda part: record(part, best), parts[1:])
-    return _joined([*([tried[best]] if tried else []), *rest])
+    return join_records([*([tried[best]] if tried else []), *rest])
 
 
 def _decode_record(
@@ -255,5 +255,6 @@ def _pair(base: Buffer, new: Buffer, kind: WordKind) -> tuple[Words, Words]:
     return old, now
 
 
-def _joined(records: list[bytes]) -> bytes:
+def join_records(records: Sequence[bytes]) -> bytes:
+    """Return the payload of a tensor: the length of each record, then the records."""
     return b"".join((render_u32(*(len(record) for record in records)), *records))

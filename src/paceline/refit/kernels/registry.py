@@ -9,12 +9,19 @@ from typing import Final, cast
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.delta.codec import Tools
 from paceline.refit.delta.loops import Loops
+from paceline.refit.kernels.protocol import DeviceLoops
 
 LOOPS: Final[dict[str, LazyEntry]] = {
     "numpy": LazyEntry("paceline.refit.delta.loops", "NumpyLoops"),
     "numba": LazyEntry("paceline.refit.kernels.numba.loops", "NumbaLoops", extra="fast"),
 }
 """Name -> class of the loops on the processor."""
+
+DEVICE_LOOPS: Final[dict[str, LazyEntry]] = {
+    "torch": LazyEntry("paceline.refit.kernels.torch", "TorchLoops", extra="train"),
+    "triton": LazyEntry("paceline.refit.kernels.triton", "TritonLoops", extra="train"),
+}
+"""Name -> class of the loops where tensors live."""
 
 _THREADS_MAX: Final = 8
 """Beyond this the memory bus is the limit, and the engine on this machine wants its cores."""
@@ -30,6 +37,13 @@ def load_loops(name: str | None = None) -> Loops:
     if name is None:
         name = "numba" if find_spec("numba") is not None else "numpy"
     loops = cast("type[Loops]", load_entry(LOOPS, name, port="loops"))
+    return loops()
+
+
+@lru_cache
+def load_device_loops(name: str) -> DeviceLoops:
+    """Return the device loops of that name. Raises UsageError or MissingExtraError."""
+    loops = cast("type[DeviceLoops]", load_entry(DEVICE_LOOPS, name, port="device loops"))
     return loops()
 
 

@@ -103,26 +103,37 @@ def _moved(word, code, order, back):
 
 
 @njit
-def _locate(gaps, start, stop, last, at):
-    """Write the places that these gap bytes lead to; return how many, and where the gap stands.
+def _locate(gaps, start, stop, following, at):
+    """Write the places that these gap bytes lead to; return how many, and where the gaps go on.
 
-    Places first, words second: the processor then waits for many words of memory at once.
+    Places first, words second: the processor then waits for many words of memory at once. They
+    are unsigned, so that numba does not look for negative indices.
     """
-    count = 0
-    for i in range(start, stop):
-        gap = np.int64(gaps[i])
-        ends = np.int64(gap != ESCAPE)
-        last += gap + ends
-        at[count] = last
+    mine = gaps[start:stop]
+    long_gaps = 0
+    for j in range(len(mine)):
+        long_gaps += mine[j] == ESCAPE
+    if not long_gaps:
+        for j in range(len(mine)):
+            at[j] = following + np.uint64(mine[j])
+            following = at[j] + _U1
+        return stop - start, following
+    count = _U0
+    for j in range(len(mine)):
+        gap = np.uint64(mine[j])
+        ends = np.uint64(gap != _ESCAPE)
+        following += gap + ends
+        at[count] = following - _U1
         count += ends
-    return count, last
+    return np.int64(count), following
 
 
 @njit
 def _read_codes(codes, c, count, spots, escapes, e, found):
     """Write codes in full, ``spots`` being where escapes belong; return how many were used."""
+    mine = codes[c : c + count]  # a view: numba cannot see that c + j is not negative
     for j in range(count):
-        found[j] = codes[c + j]
+        found[j] = mine[j]
     while e < len(spots) and spots[e] < c + count:
         found[spots[e] - c] = escapes[e]
         e += 1
@@ -176,17 +187,18 @@ def _list(masks: Any, places: Any, found: Any, at: Any) -> Any:
 
 
 @njit
-def _write_gaps(at: Any, count: Any, gaps: Any, g: Any) -> Any:
+def _write_gaps(at, count, gaps, g):
     """Write the gaps before ``at[1]`` to ``at[count]``; return where the stream ends."""
+    mine = gaps[g : g + count]
     largest = 0
-    for j in range(1, count + 1):
-        gap = at[j] - at[j - 1] - 1
-        gaps[g + j - 1] = gap
+    for j in range(count):
+        gap = at[j + 1] - at[j] - 1
+        mine[j] = gap
         largest = max(largest, gap)
     if largest < ESCAPE:
         return g + count
-    for j in range(1, count + 1):
-        gap = at[j] - at[j - 1] - 1
+    for j in range(count):
+        gap = at[j + 1] - at[j] - 1
         while gap >= ESCAPE:
             gaps[g] = ESCAPE
             g += 1
@@ -209,6 +221,8 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     masks = np.empty(_ROW // _LANES + 1, dtype=np.uint64)
     places = np.empty(_ROW // _LANES + 1, dtype=np.int64)
     at = np.empty(_ROW + 10, dtype=np.int64)
+    before = np.empty(_ROW, dtype=np.uint64)
+    after = np.empty(_ROW, dtype=np.uint64)
     at[0] = -1
     for start in range(0, len(old), _ROW):
         found = _find(old, new, start, min(start + _ROW, len(old)), masks, places)
@@ -217,19 +231,25 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
             out[1] = -1
             return total
         g = _write_gaps(at, count, gaps, g)
-        far = _U0
         for j in range(count):
-            p = at[j + 1]
-            before, after = np.uint64(old[p]), np.uint64(new[p])
-            code = _code(before, after, order)
-            codes[c + j] = min(code, _ESCAPE)
-            far = max(far, code)
-            total += _digested(first + p, before, after)
+            p = np.uint64(at[j + 1])
+            before[j] = old[p]
+            after[j] = new[p]
+        far = _U0
+        mine = codes[c : c + count]
+        for j in range(count):
+            total += _digested(np.uint64(first) + np.uint64(at[j + 1]), before[j], after[j])
+            code = _code(before[j], after[j], order)
+            after[j] = code
+            mine[j] = min(code, _ESCAPE)
+            far |= code
         if far >= _ESCAPE:
             for j in range(count):
-                if codes[c + j] == ESCAPE:
-                    p = at[j + 1]
-                    escapes[e] = _code(np.uint64(old[p]), np.uint64(new[p]), order)
+                if after[j] >= _ESCAPE:
+                    if e == len(escapes):
+                        out[1] = -1
+                        return total
+                    escapes[e] = after[j]
                     e += 1
         c += count
         at[0] = at[count]
@@ -239,49 +259,50 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
 
 def _check_loop(gaps, codes, spots, escapes, old, order, first):
     total = _U0
-    last = -1
+    following = _U0
     c = e = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    at = np.empty(_ROW + 1, dtype=np.int64)
+    at = np.empty(_ROW + 1, dtype=np.uint64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
         if c + count > len(codes):
             return COUNTS, total
-        if last >= len(old):
+        if following > np.uint64(len(old)):
             return OUTSIDE, total
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = old[at[j]]
         for j in range(count):
             after = _moved(before[j], found[j], order, _U0)
-            total += _digested(first + at[j], before[j], after)
+            total += _digested(np.uint64(first) + at[j], before[j], after)
         c += count
     return (COUNTS if c != len(codes) else 0), total
 
 
 def _take_loop(gaps, words, found):
-    at = np.empty(_ROW + 1, dtype=np.int64)
-    last = -1
+    at = np.empty(_ROW + 1, dtype=np.uint64)
+    following = _U0
     c = 0
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
+        mine = found[c : c + count]
         for j in range(count):
-            found[c + j] = words[at[j]]
+            mine[j] = words[at[j]]
         c += count
 
 
 def _add_loop(gaps, codes, spots, escapes, words, order, back):
-    at = np.empty(_ROW + 1, dtype=np.int64)
+    at = np.empty(_ROW + 1, dtype=np.uint64)
     found = np.empty(_ROW, dtype=np.uint64)
     before = np.empty(_ROW, dtype=np.uint64)
-    last = -1
+    following = _U0
     c = e = 0
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _ROW):
-        count, last = _locate(gaps, start, min(start + _ROW, len(gaps)), last, at)
+        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]

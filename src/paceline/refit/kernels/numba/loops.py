@@ -40,6 +40,11 @@ _REFUSALS: Final = {
 }
 
 
+_FEW: Final = 8
+"""Room for one change in so many elements is tried first: large buffers come as huge pages,
+and clearing those takes as long as finding the changes."""
+
+
 class NumbaLoops:
     """Compiled loops; memory that is not aligned goes to the reference."""
 
@@ -54,18 +59,12 @@ class NumbaLoops:
         """Return what turns ``old`` into ``new``."""
         if not (_fits(old) and _fits(new)):
             return self._reference.diff(old, new, kind, first=first, most=most)
-        gaps = np.empty(most + len(old) // ESCAPE + 1, dtype=np.uint8)
-        codes = np.empty(most, dtype=np.uint8)
-        escapes = np.empty(most, dtype=old.dtype)
-        out = np.zeros(3, dtype=np.int64)
-        total = compiled_diff(kind.width)(
-            old, new, order_of(kind), first, gaps, codes, escapes, out
-        )
-        if out[1] < 0:
-            return None
-        return Steps(
-            gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
-        )
+        few = len(old) // _FEW
+        if few < most:
+            found = _diff_into(old, new, kind, first, (few, few // _FEW))
+            if found is not None:
+                return found
+        return _diff_into(old, new, kind, first, (most, most))
 
     def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
         """Refuse steps that do not fit."""
@@ -138,6 +137,22 @@ class NumbaLoops:
         )  # fmt: skip
         _refuse(fault, len(old))
         return Steps(gaps=joined[:count], codes=sorted_codes, escapes=escapes, total=0)
+
+
+def _diff_into(
+    old: Words, new: Words, kind: WordKind, first: int, room: tuple[int, int]
+) -> Steps | None:
+    """Return the steps, or None if there is not enough room for codes or for escapes."""
+    gaps = np.empty(room[0] + len(old) // ESCAPE + 1, dtype=np.uint8)
+    codes = np.empty(room[0], dtype=np.uint8)
+    escapes = np.empty(room[1], dtype=old.dtype)
+    out = np.zeros(3, dtype=np.int64)
+    total = compiled_diff(kind.width)(old, new, order_of(kind), first, gaps, codes, escapes, out)
+    if out[1] < 0:
+        return None
+    return Steps(
+        gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
+    )
 
 
 def _fits(words: Words) -> bool:
