@@ -59,8 +59,8 @@ Write = Callable[[Callable[[Transaction], Reaped]], Reaped]
 """Runs one decision as a transaction."""
 
 
-PAGE = 200
-"""Keys that one step looks at."""
+PAGE = 25
+"""Keys that one step looks at: each may be a question to the store while calls wait."""
 
 DAY_MS = 24 * 3600 * 1000
 RUN_KEPT_MS = 90 * DAY_MS
@@ -72,7 +72,7 @@ def sweep(store: Store, write: Write, limits: Limits, catalog: Catalog) -> Itera
 
     Raises StoreError, ControlUnavailableError: then the next pass goes on.
     """
-    for page in _pages(store, records.WORKERS):
+    for page in _paged(_expired_workers(store)):
         yield write(partial(_reap_workers, keys=page))
     for page in _pages(store, records.DRAINS):
         yield write(partial(_reap_drains, keys=page))
@@ -115,7 +115,10 @@ def _note_collected(tx: Transaction, *, key: str) -> Reaped:
 
 
 def _pages(store: Store, prefix: str) -> Iterator[Sequence[str]]:
-    keys = [record.key for record in store.list(prefix)]
+    return _paged([record.key for record in store.list(prefix)])
+
+
+def _paged(keys: Sequence[str]) -> Iterator[Sequence[str]]:
     for first in range(0, len(keys), PAGE):
         yield keys[first : first + PAGE]
 
@@ -178,6 +181,16 @@ def _reap_tombstones(tx: Transaction, keys: Sequence[str]) -> Reaped:
     for key in keys:
         tx.delete(key)
     return Reaped(tombstones=len(keys))
+
+
+def _expired_workers(store: Store) -> Sequence[str]:
+    """Return the keys worth a second look: of thousands of workers nearly all are alive."""
+    now_ms = store.now_ms()
+    return [
+        record.key
+        for record in store.list(records.WORKERS)
+        if not rules.is_alive(records.decode_worker(record.value), now_ms)
+    ]
 
 
 def _reap_workers(tx: Transaction, *, keys: Sequence[str]) -> Reaped:
