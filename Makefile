@@ -15,7 +15,7 @@ PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers unit coverage proto proto-check peer nightly bench docs format system image constraints clean
+.PHONY: help setup run test lint types layers clients unit coverage proto proto-check peer nightly bench docs format system image constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -53,7 +53,17 @@ types: setup  ## mypy, strict
 layers: setup  ## which way imports point
 	$(BIN)/lint-imports importlinter.toml
 
-unit: setup  ## the tests
+VASTAI_CLIENT := vastai==1.9.1
+RUNPOD_CLIENT := runpod==1.12.0
+
+.venv-vastai/.done .venv-runpod/.done: | $(BIN)/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(if $(findstring vastai,$@),$(VASTAI_CLIENT),$(RUNPOD_CLIENT))
+	@touch $@
+
+clients: .venv-vastai/.done .venv-runpod/.done  ## providers' own clients, apart from ours, to drive the fakes
+
+unit: setup clients  ## the tests
 	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
 
 coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
@@ -102,4 +112,4 @@ constraints: setup  ## pin what is installed now
 	@mv constraints.new constraints.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vastai .venv-runpod $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

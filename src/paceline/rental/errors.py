@@ -1,5 +1,7 @@
 """What can go wrong with machines, sorted by what the caller does next."""
 
+from typing import ClassVar, TypedDict, Unpack
+
 from paceline.core.errors import ExitStatus, PacelineError
 from paceline.rental.model import InstanceHandle
 
@@ -19,11 +21,19 @@ class ProvisionError(BackendError):
 
     ``leaked`` names a machine that exists and bills although the call failed; the caller must
     tear it down. None means that the backend is sure that nothing was created.
+    ``is_backend_wide`` says that no other offer of this backend can do better now: the key, the
+    balance or the request itself was refused, not the offer.
     """
 
-    def __init__(self, *args: object, leaked: InstanceHandle | None = None) -> None:
+    def __init__(
+        self,
+        *args: object,
+        leaked: InstanceHandle | None = None,
+        is_backend_wide: bool = False,
+    ) -> None:
         super().__init__(*args)
         self.leaked = leaked
+        self.is_backend_wide = is_backend_wide
 
 
 class InstanceNotFoundError(BackendError):
@@ -76,6 +86,112 @@ class NotProvenGoneError(BackendError):
     """A machine was told to go and has not been seen gone; it may still be billing."""
 
     exit_status = ExitStatus.NOT_PROVEN_GONE
+
+
+class BootFailedError(BackendError):
+    """A machine exists and says that it will never run: destroy it and take another offer."""
+
+    exit_status = ExitStatus.NOT_READY
+
+
+class ApiFacts(TypedDict, total=False):
+    """What is known about an answer that was no success."""
+
+    status: int | None
+    """Of HTTP."""
+    code: str | None
+    """The provider's own word, where it has one."""
+    request_id: str | None
+    document: object
+    """The answer's body, decoded; None where it was not JSON."""
+    is_about_offer: bool
+    """Another offer of the same provider may do better."""
+
+
+class ApiError(BackendError):
+    """A provider did not do what it was asked; each subclass is one thing to do next."""
+
+    advice: ClassVar[str] = "read the message"
+
+    def __init__(self, *args: object, **facts: Unpack[ApiFacts]) -> None:
+        super().__init__(*args)
+        self.status = facts.get("status")
+        self.code = facts.get("code")
+        self.request_id = facts.get("request_id")
+        self.document = facts.get("document")
+        self.is_about_offer = facts.get("is_about_offer", False)
+
+
+class AuthError(ApiError):
+    """The key was refused, is missing, or lacks a right: mend it; repeating is useless."""
+
+    exit_status = ExitStatus.PREFLIGHT
+    advice = "check the key with `paceline check`"
+
+
+class MissingKeyError(AuthError):
+    """There is no key at all, so nothing was sent."""
+
+    advice = "run `paceline check` to see where one is looked for"
+
+
+class BalanceError(ApiError):
+    """The account cannot pay, or is at its limit: no other offer of this provider will do."""
+
+    advice = "add credit or raise the limit at the provider, or allow another backend"
+
+
+class CapacityError(ApiError):
+    """What was asked for is taken or sold out: try the next offer."""
+
+    advice = "take another offer"
+
+
+class AbsentError(ApiError):
+    """The thing asked about does not exist."""
+
+    advice = "it is gone, or never was"
+
+
+class RequestError(ApiError):
+    """The provider thinks the request wrong; nothing was done, and repeating is useless."""
+
+    advice = "mend what it names"
+
+
+class RateLimitError(ApiError):
+    """Too many requests; nothing was done. Wait ``retry_after_s`` and repeat."""
+
+    advice = "wait and try again"
+
+    def __init__(
+        self, *args: object, retry_after_s: float | None = None, **facts: Unpack[ApiFacts]
+    ) -> None:
+        super().__init__(*args, **facts)
+        self.retry_after_s = retry_after_s
+        """What the provider said; None where it did not."""
+
+
+class AmbiguousError(ApiError):
+    """Nobody knows whether it was done: look before doing it again."""
+
+    advice = "look whether it was done before doing it again"
+
+
+class NoAnswerError(AmbiguousError):
+    """The connection failed or the answer came too late; ``was_sent`` is False if it never went."""
+
+    def __init__(self, *args: object, was_sent: bool, **facts: Unpack[ApiFacts]) -> None:
+        super().__init__(*args, **facts)
+        self.was_sent = was_sent
+
+
+class ServerError(AmbiguousError):
+    """The provider failed on its side (5xx)."""
+
+
+class GarbageError(AmbiguousError):
+    """The answer is not what the provider documents: a proxy's page, half a body, another type."""
 
 
 class GoneUnrecordedError(BackendError):

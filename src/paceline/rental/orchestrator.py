@@ -125,20 +125,24 @@ class Orchestrator:
         """
         plan = self.plan(request)
         failures: list[PastFailure] = []
+        refusing: set[str] = set()
         for offer in plan.attempts:
+            if offer.backend in refusing:
+                continue
             try:
                 machine = self._create(request, offer)
             except (ProvisionError, NoOffersError) as exc:
-                failures.append(
-                    PastFailure(backend=offer.backend, offer_id=offer.id, reason=str(exc))
-                )
+                past = PastFailure(backend=offer.backend, offer_id=offer.id, reason=str(exc))
+                failures.append(past)
+                if isinstance(exc, ProvisionError) and exc.is_backend_wide:
+                    refusing.add(offer.backend)
             else:
                 return self._boot(machine, request)
-        tried = "; ".join(f"{past.backend} {past.offer_id}: {past.reason}" for past in failures)
+        tried = "; ".join(map(str, failures)) or "nothing"
         raise NoOffersError(
-            f"{request.role} {request.index}: no {request.gpu} could be rented. Tried: "
-            f"{tried or 'nothing'}. Passed over: {plan.explain() or 'nothing'}. Allow another "
-            "backend, a higher price or less disk, or try again later"
+            f"{request.role} {request.index}: no {request.gpu} could be rented. Tried: {tried}. "
+            f"Passed over: {plan.explain() or 'nothing'}. Allow another backend, a higher price "
+            "or less disk, or try again later"
         )
 
     def destroy(self, machine: Machine | str) -> None:

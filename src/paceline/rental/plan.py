@@ -28,6 +28,10 @@ class PastFailure:
     offer_id: str
     reason: str
 
+    def __str__(self) -> str:
+        """Return it as an error tells it."""
+        return f"{self.backend} {self.offer_id}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOver:

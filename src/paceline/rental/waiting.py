@@ -5,9 +5,19 @@ from collections.abc import Callable
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
-from paceline.rental.errors import InstanceNotFoundError, SshDeniedError, SshUnreachableError
+from paceline.rental.errors import (
+    AuthError,
+    BackendError,
+    BootFailedError,
+    InstanceNotFoundError,
+    NotProvenGoneError,
+    SshDeniedError,
+    SshUnreachableError,
+)
 from paceline.rental.model import InstanceState, InstanceStatus
 
+_POLL_S = 5.0
+"""How often a provider is asked; RunPod allows a request a second for a whole account."""
 DENIED_S_MAX = 180.0
 """How long a machine may refuse our key: some providers put it there after they say running."""
 
@@ -49,6 +59,92 @@ def wait_running(
         )
     except DeadlineExceededError as exc:
         raise DeadlineExceededError(f"{exc}; {wait.obstacle}") from exc
+
+
+def failing(
+    status: Callable[[], InstanceStatus],
+    why: Callable[[InstanceStatus], str | None],
+    *,
+    what: str,
+) -> Callable[[], InstanceStatus]:
+    """Return ``status`` for ``wait_running``, but raising once ``why`` says it never will run.
+
+    It raises BootFailedError. For providers that let a failed start show.
+    """
+
+    def checked() -> InstanceStatus:
+        now = status()
+        reason = why(now)
+        if reason is not None:
+            raise BootFailedError(f"{what} will not start: {reason}; destroy it and rent another")
+        return now
+
+    return checked
+
+
+def wait_gone(
+    status: Callable[[], InstanceStatus],
+    *,
+    destroy: Callable[[], None],
+    clock: Clock,
+    timeout_s: float,
+    what: str,
+) -> bool:
+    """Destroy and ask, again and again, until ``status`` says destroyed.
+
+    Return whether there was anything to destroy. ``destroy`` may raise AbsentError, which alone
+    proves nothing: some providers do not know their newest machines.
+
+    Raises:
+        NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
+        AuthError: the key was refused.
+    """
+    said = "no answer"
+    num_orders = 0
+
+    def is_gone() -> bool:
+        nonlocal said
+        try:
+            state = _state_of(status)
+        except BackendError as exc:
+            said = _unless_auth(exc)
+            return False
+        said = f"state {state}"
+        return state is InstanceState.DESTROYED
+
+    def is_gone_or_told() -> bool:
+        nonlocal said, num_orders
+        if is_gone():
+            return True
+        num_orders += 1
+        try:
+            destroy()
+        except BackendError as exc:
+            said = _unless_auth(exc)
+        return is_gone()
+
+    try:
+        wait_until(is_gone_or_told, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
+    except DeadlineExceededError as exc:
+        raise NotProvenGoneError(
+            f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
+            f"{said}; tear down again, or look at the provider's console"
+        ) from exc
+    return num_orders > 0
+
+
+def _state_of(status: Callable[[], InstanceStatus]) -> InstanceState:
+    try:
+        return InstanceState.parse(status().state)
+    except InstanceNotFoundError:
+        return InstanceState.DESTROYED
+
+
+def _unless_auth(failure: BackendError) -> str:
+    """Return what it says; a refused key is raised on, since waiting does not mend it."""
+    if isinstance(failure, AuthError):
+        raise failure
+    return str(failure)
 
 
 class _Wait:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import MissingExtraError, PacelineError
 from paceline.core.waiting import wait_until
-from paceline.rental import BackendAdapter, InstanceHandle, SupportsListing
+from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
 from paceline.runs.bootstrap import KIT_PREFIX
@@ -140,6 +140,8 @@ def _listed(
                 yield from backend.list_instances(label_prefix=LABEL_PREFIX)
             else:
                 problems.append(f"{name} cannot list machines: only what is on record is known")
+        except (MissingKeyError, MissingExtraError):
+            continue  # nothing can be rented there; what is on record is asked about all the same
         except PacelineError as exc:
             problems.append(f"{name} was not asked: {exc}")
 

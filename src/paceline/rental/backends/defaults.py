@@ -3,12 +3,13 @@
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 from paceline import system
 from paceline.core.clock import Clock
+from paceline.rental.httpapi import HttpParts, Pacers
 from paceline.rental.remote.container import container_remote
 from paceline.rental.remote.local import LocalRemote, usable_rsync
 from paceline.rental.remote.protocol import (
@@ -20,13 +21,17 @@ from paceline.rental.remote.protocol import (
 from paceline.rental.remote.shell import ShellParts
 from paceline.rental.remote.ssh import ssh_remote
 
+_PACERS = Pacers()
+"""Of the whole process: an account's limits do not care how many clients there are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The surroundings of an adapter, as values and functions that a test can replace."""
 
     clock: Clock
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
+    """May hold keys."""
     state_dir: Path
     nonce: Callable[[], str]
     """Fresh lower-case hex for every call."""
@@ -43,6 +48,8 @@ class Parts:
     """Target, machine id -> shell and files of a machine behind an sshd."""
     container_remote: Callable[[ContainerTarget, str], NetworkRemote]
     """Target, machine id -> shell and files of a container."""
+    http: HttpParts
+    """How providers are called."""
 
     @property
     def identity(self) -> Path:
@@ -79,6 +86,7 @@ def default_parts() -> Parts:
         config_dir=system.config_dir(),
         ssh_remote=ssh,
         container_remote=container,
+        http=HttpParts(clock=clock, chance=system.chance, pacers=_PACERS),
         clock=clock,
         environ=system.environ(),
         state_dir=system.state_dir(),

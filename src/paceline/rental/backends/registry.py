@@ -14,9 +14,13 @@ BACKEND_REGISTRY: dict[str, type] = {}
 """Every class registered so far in this process; ``load_backend`` fills it as names are used."""
 
 BUILT_IN: dict[str, LazyEntry] = {
+    "lambda": LazyEntry("paceline.rental.backends.lambda_.adapter", "LambdaBackend"),
     "local": LazyEntry("paceline.rental.backends.local.adapter", "LocalBackend"),
     "local-docker": LazyEntry("paceline.rental.backends.docker.adapter", "DockerBackend"),
+    "nebius": LazyEntry("paceline.rental.backends.nebius.adapter", "NebiusBackend", "nebius"),
+    "runpod": LazyEntry("paceline.rental.backends.runpod.adapter", "RunpodBackend"),
     "ssh": LazyEntry("paceline.rental.backends.ssh.adapter", "SshBackend"),
+    "vast": LazyEntry("paceline.rental.backends.vast.adapter", "VastBackend"),
 }
 
 

@@ -44,16 +44,20 @@ class MachineContract(ABC):
 
     def provision(self, adapter: BackendAdapter, tmp_path: Path) -> InstanceHandle:
         """Rent the cheapest machine under a label of its own."""
-        key = tmp_path / "key.pub"
-        key.write_text("ssh-ed25519 AAAA test\n")
         offer = adapter.search_offers(self.constraints())[0]
         return adapter.provision(
             offer.id,
             disk_gb=self.disk_gb,
             image=self.image,
-            ssh_pubkey_path=key,
+            ssh_pubkey_path=self.public_key_path(tmp_path),
             label=f"paceline-contract-{uuid.uuid4().hex[:8]}",
         )
+
+    def public_key_path(self, tmp_path: Path) -> Path:
+        """Return the public key that machines let in; a backend without ssh looks at no key."""
+        path = tmp_path / "key.pub"
+        path.write_text("ssh-ed25519 AAAA test\n")
+        return path
 
     def constraints(self, *, max_dph: float | None = None) -> OfferConstraints:
         """Return constraints that at least one offer meets."""

@@ -30,7 +30,7 @@ _HOST_KEY_FILES = ("host_key", "host_key.pub")
 _START_TIMEOUT_S = 20.0
 _NUM_PORTS_TRIED = 20
 _CONFIG = """\
-ListenAddress 127.0.0.1
+ListenAddress {host}
 Port {port}
 HostKey {root}/host_key
 PidFile none
@@ -60,6 +60,7 @@ class FakeMachine:
         *,
         authorized_keys: Iterable[str] = (),
         port: int | None = None,
+        host: str = "127.0.0.1",
         without: Iterable[str] = (),
         clock: Clock | None = None,
     ) -> None:
@@ -69,11 +70,12 @@ class FakeMachine:
             root: directory of the machine's own, made by ``start``; not below a link.
             authorized_keys: public keys, one line each, that are let in.
             port: where sshd listens; None takes a free one at the first start.
+            host: the address on loopback.
             without: names of programs that this machine does not have, such as ``rsync``.
             clock: what waiting is measured by; real, as the processes are.
         """
         self.root = root
-        self.host = "127.0.0.1"
+        self.host = host
         self.user = pwd.getpwuid(os.getuid()).pw_name
         self._authorized_keys = list(authorized_keys)
         self._port = port
@@ -229,7 +231,12 @@ class FakeMachine:
         config = self.root / "sshd_config"
         config.write_text(
             _CONFIG.format(
-                root=self.root, port=port, mark=_MARK, nonce=self._nonce, path=self._path()
+                root=self.root,
+                host=self.host,
+                port=port,
+                mark=_MARK,
+                nonce=self._nonce,
+                path=self._path(),
             )
         )
         with (self.root / "sshd.log").open("wb") as log:

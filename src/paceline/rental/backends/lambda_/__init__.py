@@ -1,0 +1,1 @@
+"""Lambda Cloud: virtual machines with fixed types, in its own regions."""

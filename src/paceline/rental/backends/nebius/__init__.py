@@ -1,0 +1,1 @@
+"""Nebius AI Cloud: virtual machines in its own regions, over gRPC."""

@@ -1,0 +1,1 @@
+"""RunPod: containers in data centres and on other people's hosts."""

@@ -1,0 +1,1 @@
+"""Vast.ai: a marketplace of other people's machines."""

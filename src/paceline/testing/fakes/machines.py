@@ -1,0 +1,88 @@
+"""Machines behind a fake provider: real sshds on loopback, or nothing that answers as if."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from paceline.rental.model import ExitCode
+from paceline.rental.remote.protocol import Captured, SshTarget
+from paceline.testing.fakes.machine import FakeMachine
+
+
+class SshMachines:
+    """A real sshd for each rented machine, below one directory.
+
+    With ``port`` all machines listen there, each at an address of its own on loopback, for
+    providers whose machines have port 22 and no other.
+    """
+
+    def __init__(self, root: Path, *, port: int | None = None) -> None:
+        self._root = root
+        self._port = port
+        self._machines: dict[str, FakeMachine] = {}
+        self._numbers = itertools.count(1)
+
+    def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
+        """Have the machine run and let these keys in."""
+        machine = self._machines.get(instance_id)
+        if machine is None:
+            host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
+            machine = FakeMachine(self._root / instance_id, port=self._port, host=host)
+            self._machines[instance_id] = machine
+        machine.start()
+        for key in public_keys:
+            machine.authorize(key)
+        return machine.host, machine.port
+
+    def stop(self, instance_id: str) -> None:
+        """End its processes."""
+        machine = self._machines.get(instance_id)
+        if machine is not None:
+            machine.stop()
+
+    def remove(self, instance_id: str) -> None:
+        """End it for good; its directory goes with the root."""
+        machine = self._machines.pop(instance_id, None)
+        if machine is not None:
+            machine.stop()
+
+
+class SilentRemote:
+    """A shell on a machine that exists only here: every command succeeds and does nothing."""
+
+    def __init__(self, target: SshTarget, machine_id: str) -> None:
+        self.target = target
+        self.machine_id = machine_id
+
+    def run(
+        self, command: str, *, env: Mapping[str, str], stream: bool, timeout_s: float | None
+    ) -> ExitCode:
+        """Succeed."""
+        return ExitCode(0, 0.0)
+
+    def push(
+        self, src: Path, dst: str, *, includes: Iterable[str], excludes: Iterable[str], delete: bool
+    ) -> None:
+        """Copy nothing."""
+
+    def pull(
+        self, src: str, dst: Path, *, includes: Iterable[str], excludes: Iterable[str]
+    ) -> None:
+        """Copy nothing."""
+
+    def num_processes(self) -> int:
+        """Return none."""
+        return 0
+
+    def close(self, *, force: bool) -> None:
+        """End nothing."""
+
+    def probe(self, *, timeout_s: float = 15.0) -> None:
+        """Answer."""
+
+    def capture(self, command: str, *, timeout_s: float = 60.0) -> Captured:
+        """Print nothing and succeed."""
+        return Captured(code=0, output="", errors="")
+
+    def disconnect(self) -> None:
+        """Hang up."""
