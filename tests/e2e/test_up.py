@@ -140,9 +140,12 @@ def test_the_next_up_ends_what_was_left_and_leaves_the_living_alone(operator: Op
     operator.assert_nothing_left()
 
 
-def test_one_command_on_one_machine(operator: Operator) -> None:
+SHELL_LINE = "echo to stdout; echo kept > $PACELINE_OUT/file; exit 4"
+
+
+@pytest.mark.parametrize("command", [("sh", "-c", SHELL_LINE), (SHELL_LINE,)])
+def test_one_command_on_one_machine(operator: Operator, command: tuple[str, ...]) -> None:
     """``run`` passes output through, brings back out/, and tells how the command ended."""
-    command = "echo to stdout; echo kept > $PACELINE_OUT/file; exit 4"
     words = [
         "run",
         "--backend",
@@ -152,9 +155,7 @@ def test_one_command_on_one_machine(operator: Operator) -> None:
         "--out",
         "out",
         "--",
-        "sh",
-        "-c",
-        command,
+        *command,
     ]
     status, out, err = operator.type(*words)
     assert (status, out) == (1, "to stdout\n")

@@ -85,10 +85,14 @@ def run(  # noqa: PLR0913 - one parameter per option
     out: Path | None,
     command: tuple[str, ...],
 ) -> int:
-    """Rent one machine, run COMMAND there, bring back what it leaves in out/, tear down."""
+    """Rent one machine, run COMMAND there, bring back what it leaves in out/, tear down.
+
+    One argument is a line for the shell there, several are a program and its arguments.
+    """
     from paceline.runs.spec import job_of_command
 
-    role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": shlex.join(command)}
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": line}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}
     spec = job_of_command(role, budget_usd=budget_usd, backends=backend_names())
