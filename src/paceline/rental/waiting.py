@@ -85,30 +85,35 @@ def failing(
 def wait_gone(
     status: Callable[[], InstanceStatus],
     *,
-    destroy: Callable[[], None],
+    destroy: Callable[[InstanceStatus | None], None],
     clock: Clock,
     timeout_s: float,
     what: str,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
-    Return whether there was anything to destroy. ``destroy`` may raise AbsentError, which alone
-    proves nothing: some providers do not know their newest machines.
+    Return whether there was anything to destroy. ``destroy`` is given what ``status`` said last,
+    None if it never answered: some machines are on their way out already. It may raise
+    AbsentError, which alone proves nothing: some providers do not know their newest machines.
 
     Raises:
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
         AuthError: the key was refused.
     """
     said = "no answer"
+    seen: InstanceStatus | None = None
     num_orders = 0
 
     def is_gone() -> bool:
-        nonlocal said
+        nonlocal said, seen
         try:
-            state = _state_of(status)
+            seen = status()
+        except InstanceNotFoundError:
+            return True
         except BackendError as exc:
             said = _unless_auth(exc)
             return False
+        state = InstanceState.parse(seen.state)
         said = f"state {state}"
         return state is InstanceState.DESTROYED
 
@@ -118,7 +123,7 @@ def wait_gone(
             return True
         num_orders += 1
         try:
-            destroy()
+            destroy(seen)
         except BackendError as exc:
             said = _unless_auth(exc)
         return is_gone()
@@ -131,13 +136,6 @@ def wait_gone(
             f"{said}; tear down again, or look at the provider's console"
         ) from exc
     return num_orders > 0
-
-
-def _state_of(status: Callable[[], InstanceStatus]) -> InstanceState:
-    try:
-        return InstanceState.parse(status().state)
-    except InstanceNotFoundError:
-        return InstanceState.DESTROYED
 
 
 def _unless_auth(failure: BackendError) -> str:

@@ -137,19 +137,13 @@ class LambdaBackend:
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Terminate and see it gone; ``force`` makes no difference here."""
         self._reach.forget(h)
-        seen: InstanceStatus | None = None
 
-        def status() -> InstanceStatus:
-            nonlocal seen
-            seen = self.status(h)
-            return seen
-
-        def destroy() -> None:
+        def destroy(seen: InstanceStatus | None) -> None:
             if not mapping.is_terminating(seen):
                 self._client.terminate(h.instance_id)
 
         was_there = waiting.wait_gone(
-            status,
+            lambda: self.status(h),
             destroy=destroy,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,

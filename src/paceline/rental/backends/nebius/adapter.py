@@ -168,19 +168,13 @@ class NebiusBackend:
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Delete with its disk and see it gone; an order that is refused is given again."""
         self._reach.forget(h)
-        seen: InstanceStatus | None = None
 
-        def status() -> InstanceStatus:
-            nonlocal seen
-            seen = self.status(h)
-            return seen
-
-        def destroy() -> None:
+        def destroy(seen: InstanceStatus | None) -> None:
             if not mapping.is_going(seen):
                 self._client.delete(h.instance_id)
 
         was_there = waiting.wait_gone(
-            status,
+            lambda: self.status(h),
             destroy=destroy,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,

@@ -146,7 +146,7 @@ class RunpodBackend:
         self._reach.forget(h)
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=lambda: self._client.delete(h.instance_id),
+            destroy=lambda _: self._client.delete(h.instance_id),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"runpod pod {h.instance_id}",
