@@ -199,7 +199,7 @@ def test_our_programs_come_first_and_our_settings_stay_here(local: LocalBackend)
         parts=replace(
             local._parts,
             environ={"PATH": "/usr/bin:/bin", "PACELINE_TOKEN": "t", "PYTHONPATH": "src", "A": "b"},
-            working_dir=Path("/work"),
+            working_dir=Path("/somewhere"),
         )
     )
     h = provision(local)
@@ -207,7 +207,7 @@ def test_our_programs_come_first_and_our_settings_stay_here(local: LocalBackend)
     seen = (workspace(local, h) / "seen").read_text().splitlines()
     found = (workspace(local, h) / "which").read_text().strip()
     assert Path(found).parent == Path(sys.executable).parent
-    assert "PYTHONPATH=/work/src" in seen
+    assert "PYTHONPATH=/somewhere/src" in seen
     assert "A=b" in seen
     assert not [line for line in seen if line.startswith("PACELINE_TOKEN")]
     assert f"PACELINE_MACHINE_ID={h.instance_id}" in seen
