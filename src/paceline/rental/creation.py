@@ -92,12 +92,6 @@ def read_public_key(path: Path) -> str:
     return text
 
 
-def key_blob(text: str) -> str | None:
-    """Return the part of a public key that identifies it: type and data, without the comment."""
-    found = _PUBLIC_KEY.fullmatch(text.strip())
-    return None if found is None else " ".join(text.split()[:2])
-
-
 def _find(
     failure: AmbiguousError, *, label: str, listing: Listing, clock: Clock, settle_s: float
 ) -> InstanceHandle:

@@ -186,7 +186,7 @@ class LambdaBackend:
 
         Raises ProvisionError.
         """
-        blob = " ".join(public_key.split()[:2])
+        blob = mapping.key_blob(public_key)
         try:
             return self._registered(blob) or self._register(blob)
         except ApiError as exc:

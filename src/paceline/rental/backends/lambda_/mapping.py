@@ -261,12 +261,17 @@ def is_terminating(status: InstanceStatus | None) -> bool:
     return status is not None and text_at(status.raw, "status").lower() == "terminating"
 
 
+def key_blob(public_key: str) -> str:
+    """Return the part of a public key that identifies it: type and data, without the comment."""
+    return " ".join(public_key.split()[:2])
+
+
 def key_names(rows: Iterable[Mapping[str, object]], blob: str) -> list[str]:
     """Return the names under which a key is registered already."""
     return [
         text_at(row, "name")
         for row in rows
-        if " ".join(text_at(row, "public_key").split()[:2]) == blob and text_at(row, "name")
+        if key_blob(text_at(row, "public_key")) == blob and text_at(row, "name")
     ]
 
 
