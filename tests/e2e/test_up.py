@@ -345,7 +345,7 @@ def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> 
     (run_dir / "kit-x" / "secrets").mkdir(parents=True)  # killed while it was copied
     process.kill()
     process.communicate()
-    assert {"tokens.json", "control.key"} <= {path.name for path in run_dir.iterdir()}
+    assert {"tokens.json", "control.key"} <= {path.name for path in (run_dir / "control").iterdir()}
     assert operator.type("gc", "--yes")[0] == 0
     left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
     assert left == {"owner.lock"}

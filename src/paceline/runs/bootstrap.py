@@ -35,6 +35,11 @@ EXCLUDES = (
 )
 """Never worth copying to a machine; a role's own ``exclude`` comes on top."""
 KIT_PREFIX = "kit-"
+CONTROL_SECRETS = "control"
+"""Folder of a run's directory here: what its control service starts from, gone when it ends."""
+CREDENTIALS_FILE = "credentials.json"
+AUTHORITY_FILE = "control-ca.crt"
+"""Names below ``secrets`` on a machine: who the role is, and whom it may believe."""
 PREPARE_TIMEOUT_S = 60
 
 
@@ -189,13 +194,12 @@ sh "$base/kit/setup_command.sh" >> "$base/logs/@SLOT@.log" 2>&1
 # last lines of a role that is being stopped are not lost.
 _START = (
     _BASE
-    + """PACELINE_CREDENTIALS="$base/secrets/credentials.json"
-PACELINE_OUT="$base/out"
+    + f"""PACELINE_CREDENTIALS="$base/secrets/{CREDENTIALS_FILE}"
+authority="$base/secrets/{AUTHORITY_FILE}"
+"""
+    + """PACELINE_OUT="$base/out"
 export PACELINE_CREDENTIALS PACELINE_OUT
-if [ -f "$base/secrets/control-ca.crt" ]; then
-    PACELINE_CONTROL_CA="$base/secrets/control-ca.crt"
-    export PACELINE_CONTROL_CA
-fi
+if [ -f "$authority" ]; then PACELINE_CONTROL_CA=$authority; export PACELINE_CONTROL_CA; fi
 cd "$base/work" || exit 126
 log="$base/logs/@SLOT@.log"
 pid="$base/state/@SLOT@.pid"

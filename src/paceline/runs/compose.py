@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,13 @@ from paceline.rental import BackendAdapter, backend_names, load_backend
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import is_name
 from paceline.rental.remote.keys import ensure_key_pair
-from paceline.runs.bootstrap import role_env
+from paceline.runs.bootstrap import (
+    AUTHORITY_FILE,
+    CONTROL_SECRETS,
+    CREDENTIALS_FILE,
+    role_env,
+)
+from paceline.runs.files import make_private
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
 from paceline.runs.ledger import RunLedger, RunRecord
@@ -206,7 +213,7 @@ class _Control:
             "control_token": self.tokens[name],
             "data_token": self.tokens["data"],
         }
-        return {"credentials.json": json.dumps(credentials), "control-ca.crt": self.authority}
+        return {CREDENTIALS_FILE: json.dumps(credentials), AUTHORITY_FILE: self.authority}
 
 
 @contextmanager
@@ -217,18 +224,17 @@ def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
         return
     from paceline.refit import compose as refit_compose
 
-    token_file = run_dir / "tokens.json"
+    secrets = make_private(run_dir / CONTROL_SECRETS)
+    token_file = secrets / "tokens.json"
     with ExitStack() as undo:
-        undo.callback(token_file.unlink, missing_ok=True)
+        undo.callback(shutil.rmtree, secrets)
         tokens = refit_compose.create_token_file(token_file)
         data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
         # Also on loopback: where machines are elsewhere nothing is different.
         host = job.refit.listen.rpartition(":")[0].strip("[]")
         tls, trusted = refit_compose.create_certificate_files(
-            run_dir, name=f"run {run_dir.name}", hosts=sorted({host, "127.0.0.1", "localhost"})
+            secrets, name=f"run {run_dir.name}", hosts=sorted({host, "127.0.0.1", "localhost"})
         )
-        for used in (tls.key, tls.certificate, trusted):
-            undo.callback(used.unlink, missing_ok=True)
         service = refit_compose.start_control_server(
             token_file=token_file,
             store=f"sqlite:{run_dir / 'control.sqlite'}",

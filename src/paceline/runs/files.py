@@ -20,6 +20,18 @@ def tail_of(log: Path, *, count: int = TAIL_LINES) -> list[str]:
     return text.decode("utf-8", "replace").splitlines()[-count:]
 
 
+def make_private(folder: Path) -> Path:
+    """Make a folder that nobody else may enter, and return it; raises PreflightError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot make {folder}: {exc.strerror}; free the disk or point PACELINE_STATE_DIR "
+            "elsewhere"
+        ) from exc
+    return folder
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a whole file or leave the old one. Raises PreflightError when it cannot be written."""
     scratch = path.with_name(path.name + ".new")

@@ -18,7 +18,7 @@ from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
-from paceline.runs.bootstrap import KIT_PREFIX
+from paceline.runs.bootstrap import CONTROL_SECRETS, KIT_PREFIX
 from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.owner import owner_pid
 
@@ -118,16 +118,10 @@ def close_ended(keeping: Keeping) -> None:
             _remove_secrets(run_dir)
 
 
-CONTROL_FILES = ("tokens.json", "control.key", "control.crt", "control-ca.crt")
-"""What a run's control service starts from; worth nothing once it has ended."""
-
-
 def _remove_secrets(run_dir: Path) -> None:
     """Remove a killed driver's tokens, also those that were on their way to machines."""
-    for name in CONTROL_FILES:
-        (run_dir / name).unlink(missing_ok=True)
-    for kit in run_dir.glob(f"{KIT_PREFIX}*"):
-        shutil.rmtree(kit)
+    for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
+        shutil.rmtree(folder)
 
 
 def _listed(
