@@ -25,6 +25,9 @@ from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 
+_KEPT_BYTES = 32 * 2**20
+"""Room for new words that the proof has computed: what is kept is not computed again while the
+engine waits. Beyond it, steps alone are held."""
 _FEW = 8
 """Up to one changed element in this many, full words are written as steps."""
 _NAMES_SHOWN = 5
@@ -72,6 +75,14 @@ class TensorWrite:
     payload: memoryview
     scheme: Scheme
     changed_elements: int
+    digest: str
+    """What the bytes have to have once they are written."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the new words that were kept."""
+        steps = [update.new for update in self.steps or () if isinstance(update.new, Steps)]
+        return sum(item.after.nbytes for item in steps if item.after is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,9 +137,12 @@ def stage_install(
         verify_object(item, data)
         check_header(data, manifest.payload_format)
     writes = []
+    room = _KEPT_BYTES
     for segment in manifest.segments:
         data = objects[segment.object_id][segment.offset : segment.offset + segment.num_bytes]
-        write = _stage_tensor(segment, entries[segment.tensor], live[segment.tensor], data, checks)
+        here = live[segment.tensor]
+        write = _stage_tensor(segment, entries[segment.tensor], here, data, checks, room)
+        room -= write.kept_bytes
         if write.changed_elements:
             writes.append(write)
     return StagedInstall(
@@ -141,7 +155,11 @@ def stage_install(
 
 
 def write_install(
-    staged: StagedInstall, *, tools: Tools = REFERENCE, journal: Journal | None = None
+    staged: StagedInstall,
+    *,
+    tools: Tools = REFERENCE,
+    journal: Journal | None = None,
+    prove: bool = False,
 ) -> None:
     """Write a staged version into live memory, or leave it exactly as it was.
 
@@ -149,6 +167,9 @@ def write_install(
         staged: proven against the live memory as it still is.
         tools: what the work is done with.
         journal: for live memory that outlives the process.
+        prove: hash every tensor that is written, right behind the writes, where ``prove_live``
+            would fetch all of it from memory once more. For weights that nobody waits for: an
+            engine that stands still meanwhile is better proven later.
 
     Raises:
         ApplyError: a write failed and all of them were taken back.
@@ -161,7 +182,7 @@ def write_install(
                 _keep(write, journal, tools)
             journal.seal()
         for write in staged.writes:
-            _write_tensor(write, done, tools)
+            _write_tensor(write, done, tools, xxhash.xxh3_128() if prove else None)
         if journal is not None:
             journal.finish()
     except BaseException as exc:  # also when interrupted: live memory must not stay half written
@@ -257,7 +278,12 @@ def _check_base(
 
 
 def _stage_tensor(
-    segment: Segment, entry: TensorEntry, here: TensorBuffer, data: memoryview, checks: Checks
+    segment: Segment,
+    entry: TensorEntry,
+    here: TensorBuffer,
+    data: memoryview,
+    checks: Checks,
+    room: int,
 ) -> TensorWrite:
     kind = kind_of(entry.dtype)
     live = as_words(here.data, kind.width)
@@ -265,7 +291,12 @@ def _stage_tensor(
         raise VerifyError(f"tensor {entry.name!r}: the live buffer is read-only")
     by_steps = segment.scheme in {Scheme.GAP, Scheme.CLASSED}
     found = decode_tensor(
-        data, scheme=segment.scheme, base=here.data, dtype=entry.dtype, tools=checks.tools
+        data,
+        scheme=segment.scheme,
+        base=here.data,
+        dtype=entry.dtype,
+        tools=checks.tools,
+        keep_bytes=room,
     )
     if by_steps:
         updates = tuple(found)
@@ -291,6 +322,7 @@ def _stage_tensor(
         payload=data,
         scheme=segment.scheme,
         changed_elements=changed,
+        digest=entry.digest,
     )
 
 
@@ -361,21 +393,35 @@ def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
         journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
 
 
-def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools) -> None:
+def _write_tensor(
+    write: TensorWrite, done: list[_Written], tools: Tools, hasher: xxhash.xxh3_128 | None
+) -> None:
     """Write chunk by chunk; ``done`` tells which, the one that is being written included."""
+    hashed = 0
     goes_back = write.steps is not None or is_flip(
         write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
     )
     for update in _updates(write, tools):
         here = write.live[update.part]
+        if hasher is not None:
+            hasher.update(write.live[hashed : update.part.start])
+            hashed = update.part.stop
         if isinstance(update.new, Steps):
             done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
-            tools.loops.add(update.new, here, kind_of(write.dtype))
+            seen = None if hasher is None else hasher.update
+            tools.loops.add(update.new, here, kind_of(write.dtype), seen=seen)
             continue
         done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
         here[:] = update.new
+        if hasher is not None:
+            hasher.update(here)
         if goes_back:
             done[-1] = replace(done[-1], old=None)
+    if hasher is None:
+        return
+    hasher.update(write.live[hashed:])
+    if hasher.hexdigest() != write.digest:
+        raise VerifyError(f"tensor {write.name!r}: what was written does not have its digest")
 
 
 def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:

@@ -114,13 +114,20 @@ def encode_as(
 
 
 def decode_tensor(
-    data: memoryview, *, scheme: Scheme, base: Buffer, dtype: str, tools: Tools = REFERENCE
+    data: memoryview,
+    *,
+    scheme: Scheme,
+    base: Buffer,
+    dtype: str,
+    tools: Tools = REFERENCE,
+    keep_bytes: int = 0,
 ) -> Iterator[Update]:
     """Yield what happens to each chunk of ``base``, in order; chunks that stay are left out.
 
     Steps are checked against the base, bounds and digest. That new words are the right ones is
     for the content digest of the tensor to say. ``base`` may be written to once the chunk's
-    update was taken, not before.
+    update was taken, not before. Steps keep the words that they lead to, so that writing them
+    takes no more arithmetic, as long as all of those take no more than ``keep_bytes``.
 
     Raises:
         ParseError: the payload breaks its format or belongs to another base. Chunks before the
@@ -136,14 +143,19 @@ def decode_tensor(
             yield Update(part=part, new=words)
     else:
         records = split_records(data, len(parts))
+        if scheme is Scheme.DENSE:  # one by one: a pool would hold the whole tensor
+            for part, record in zip(parts, records, strict=True):
+                yield Update(part=part, new=dense.parse(record, old[part], kind))
+            return
+        jobs = _step_jobs(parts, records, kind, keep_bytes)
+        parse = gap.parse_classed if scheme is Scheme.CLASSED else gap.parse
 
-        def decode(job: tuple[slice, memoryview]) -> Update | None:
-            return _decode_record(job, scheme, old, kind, tools.loops)
+        def decode(job: tuple[slice, memoryview, bool]) -> Update:
+            part, record, keep = job
+            steps = parse(record, old[part], kind, first=part.start, loops=tools.loops, keep=keep)
+            return Update(part=part, new=steps)
 
-        run = map if scheme is Scheme.DENSE else tools.run  # a pool would hold the whole tensor
-        for found in run(decode, zip(parts, records, strict=True)):
-            if found is not None:
-                yield found
+        yield from tools.run(decode, jobs)
 
 
 def is_flip(data: memoryview, *, scheme: Scheme, dtype: str, num_elements: int) -> bool:
@@ -226,17 +238,15 @@ def _encode_dense(old: Words, new: Words, kind: WordKind, tools: Tools) -> bytes
     return join_records([*([tried[best]] if tried else []), *rest])
 
 
-def _decode_record(
-    job: tuple[slice, memoryview], scheme: Scheme, old: Words, kind: WordKind, loops: Loops
-) -> Update | None:
-    part, record = job
-    before = old[part]
-    if scheme is Scheme.DENSE:
-        return Update(part=part, new=dense.parse(record, before, kind))
-    if not len(record):
-        return None
-    parse = gap.parse_classed if scheme is Scheme.CLASSED else gap.parse
-    return Update(part=part, new=parse(record, before, kind, first=part.start, loops=loops))
+def _step_jobs(
+    parts: list[slice], records: list[memoryview], kind: WordKind, keep_bytes: int
+) -> Iterator[tuple[slice, memoryview, bool]]:
+    """Yield the chunks that change, and whether there is room for their new words."""
+    for part, record in zip(parts, records, strict=True):
+        if len(record):
+            size = part.stop - part.start
+            keep_bytes -= gap.changes_declared(record, size, kind) * kind.width
+            yield part, record, keep_bytes >= 0
 
 
 def _raw(data: memoryview, old: Words, parts: list[slice]) -> Iterator[Update]:

@@ -66,19 +66,20 @@ def render_classed(steps: Steps, old: Words, kind: WordKind, *, loops: Loops) ->
     return _render(steps, groups, bounds, (new_compressor(), new_compressor(_THOROUGH)))
 
 
-def parse(record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops) -> Steps:
+def parse(
+    record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops, keep: bool = False
+) -> Steps:
     """Return the steps of a GAP record, checked against the chunk. Raises ParseError.
 
     Streams are expanded only after their sizes were found possible for this chunk.
     """
     cursor = Cursor(record, where=WHERE)
     steps = _ungrouped(cursor, len(old), kind)
-    loops.check(steps, old, kind, first=first)
-    return steps
+    return loops.check(steps, old, kind, first=first, keep=keep)
 
 
 def parse_classed(
-    record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops
+    record: memoryview, old: Words, kind: WordKind, *, first: int, loops: Loops, keep: bool = False
 ) -> Steps:
     """Return the steps of a CLASSED record, checked against the chunk. Raises ParseError."""
     cursor = Cursor(record, where=WHERE)
@@ -86,8 +87,15 @@ def parse_classed(
     escapes, groups = _parse_streams(cursor, head, sizes, kind)
     joined = loops.join(groups, escapes, old, kind, _table(bounds, kind))
     steps = Steps(gaps=joined.gaps, codes=joined.codes, escapes=escapes, total=head[0])
-    loops.check(steps, old, kind, first=first)
-    return steps
+    return loops.check(steps, old, kind, first=first, keep=keep)
+
+
+def changes_declared(record: memoryview, num_elements: int, kind: WordKind) -> int:
+    """Return how many changes a record speaks of, at most ``num_elements``. Raises ParseError."""
+    if not len(record):
+        return 0
+    _, _, sizes = _parse_head(Cursor(record, where=WHERE), num_elements, kind)
+    return sum(size.codes for size in sizes)
 
 
 def parse_unchecked(record: memoryview, num_elements: int, kind: WordKind) -> Steps:

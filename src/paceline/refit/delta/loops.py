@@ -4,6 +4,8 @@ Faster ones are in ``refit.kernels``; all give the same bytes. None of them writ
 ``add``, which writes exactly the elements of steps that ``check`` has passed.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -47,8 +49,10 @@ class Loops(Protocol):
         ``first`` is the chunk's place in its tensor.
         """
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
-        """Refuse steps that do not fit ``old``.
+    def check(
+        self, steps: Steps, old: Words, kind: WordKind, *, first: int, keep: bool = False
+    ) -> Steps:
+        """Return the steps, with the words that they lead to if ``keep``; refuse a misfit.
 
         Raises:
             ParseError: a position outside, an open gap, counts that disagree, a code that is not
@@ -58,10 +62,20 @@ class Loops(Protocol):
     def take(self, steps: Steps, words: Words) -> Words:
         """Return a copy of the words at the positions of checked steps."""
 
-    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+    def add(
+        self,
+        steps: Steps,
+        words: Words,
+        kind: WordKind,
+        *,
+        sign: int = 1,
+        seen: Callable[[Words], object] | None = None,
+    ) -> None:
         """Write the words that checked steps lead to; with ``sign`` -1 take them back.
 
-        All of them or, if it raises, none.
+        ``words`` are those that the steps were checked against, or what came of them.
+        ``seen`` is given all of ``words``, stretch by stretch, each once it is written.
+        All of them or, if it or ``seen`` raises, none.
         """
 
     def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
@@ -99,7 +113,9 @@ class NumpyLoops:
             total=digest_change(at + first, before, after),
         )
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+    def check(
+        self, steps: Steps, old: Words, kind: WordKind, *, first: int, keep: bool = False
+    ) -> Steps:
         """Refuse steps that do not fit."""
         check_counts(steps.gaps, steps.codes, len(old))
         check_escapes([steps.codes], steps.escapes)
@@ -108,18 +124,33 @@ class NumpyLoops:
         after = unrank(rank(before, kind) + differences_of(steps), kind)
         if digest_change(at + first, before, after) != steps.total:
             raise wrong_total()
+        return replace(steps, after=after) if keep else steps
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Copy the words at the positions."""
         found: Words = words[positions_of(steps.gaps)]
         return found
 
-    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+    def add(
+        self,
+        steps: Steps,
+        words: Words,
+        kind: WordKind,
+        *,
+        sign: int = 1,
+        seen: Callable[[Words], object] | None = None,
+    ) -> None:
         """Write the words that the steps lead to."""
         at = positions_of(steps.gaps)
-        change = differences_of(steps)
-        ranks = rank(words[at], kind)
-        words[at] = unrank(ranks + change if sign > 0 else ranks - change, kind)
+        before = words[at]
+        if steps.after is not None and sign > 0:
+            words[at] = steps.after
+        else:
+            change = differences_of(steps)
+            ranks = rank(before, kind)
+            words[at] = unrank(ranks + change if sign > 0 else ranks - change, kind)
+        if seen is not None:
+            show(seen, words, undo=lambda: words.__setitem__(at, before))
 
     def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
         """Sort by the exponent before the change."""
@@ -147,6 +178,15 @@ class NumpyLoops:
         order = np.argsort(positions)
         codes = np.concatenate([codes for _, codes in groups])[order]
         return Steps(gaps=gap_bytes(positions[order]), codes=codes, escapes=escapes, total=0)
+
+
+def show(seen: Callable[[Words], object], words: Words, *, undo: Callable[[], object]) -> None:
+    """Show written words; if that raises, take them back first."""
+    try:
+        seen(words)
+    except BaseException:  # also when interrupted
+        undo()
+        raise
 
 
 def check_counts(gaps: Bytes, codes: Bytes, num_elements: int) -> None:

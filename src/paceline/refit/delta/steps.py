@@ -32,6 +32,8 @@ class Steps:
     """Codes of 255 and more, in element order; the item size is the element width."""
     total: int
     """New additive digest - old one, modulo 2**64."""
+    after: Words | None = None
+    """The words that they lead to where they were checked, if those were kept."""
 
     def __len__(self) -> int:
         return len(self.codes)

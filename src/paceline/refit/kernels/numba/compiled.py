@@ -25,6 +25,10 @@ from paceline.refit.delta.steps import ESCAPE
 _LANES: Final = 64
 _ROW: Final = 2**12
 """Elements whose masks are collected before they are visited; they stay in the first cache."""
+_STEP_ROW: Final = 2**10
+"""Gap bytes that are read before the words behind them: few enough that their places, codes and
+words stay in the first cache together."""
+_LINE_BYTES: Final = 64
 _U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
 _PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
 
@@ -115,8 +119,8 @@ def _locate(gaps, start, stop, following, at):
         long_gaps += mine[j] == ESCAPE
     if not long_gaps:
         for j in range(len(mine)):
-            at[j] = following + np.uint64(mine[j])
-            following = at[j] + _U1
+            following += np.uint64(mine[j]) + _U1
+            at[j] = following - _U1
         return stop - start, following
     count = _U0
     for j in range(len(mine)):
@@ -126,6 +130,25 @@ def _locate(gaps, start, stop, following, at):
         at[count] = following - _U1
         count += ends
     return np.int64(count), following
+
+
+@njit
+def _warm(words, start, stop, count):
+    """Read a word of every line where ``count`` changes are, if they lie dense.
+
+    Lines that are skipped here and there stop the processor from fetching ahead; reading all of
+    them in order takes half the time. Returns a number only so that the reading is not left out.
+    """
+    lines = (stop - start) * words.itemsize // _LINE_BYTES
+    seen = _U0
+    if 2 * count > lines:
+        mine = words[start:stop]
+        j = _U0  # by hand: numba does not see which way a computed step of a range goes
+        step = np.uint64(_LINE_BYTES // words.itemsize)
+        while j < np.uint64(len(mine)):
+            seen ^= np.uint64(mine[j])
+            j += step
+    return seen
 
 
 @njit
@@ -257,52 +280,82 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     return total
 
 
-def _check_loop(gaps, codes, spots, escapes, old, order, first):
+def _check_loop(gaps, codes, spots, escapes, old, order, first, kept):
     total = _U0
     following = _U0
     c = e = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    at = np.empty(_ROW + 1, dtype=np.uint64)
-    found = np.empty(_ROW, dtype=np.uint64)
-    before = np.empty(_ROW, dtype=np.uint64)
-    for start in range(0, len(gaps), _ROW):
-        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
+    found = np.empty(_STEP_ROW, dtype=np.uint64)
+    before = np.empty(_STEP_ROW, dtype=np.uint64)
+    for start in range(0, len(gaps), _STEP_ROW):
+        since = following
+        stop = min(start + _STEP_ROW, len(gaps))
+        count, following = _locate(gaps, start, stop, following, at)
         if c + count > len(codes):
             return COUNTS, total
         if following > np.uint64(len(old)):
             return OUTSIDE, total
+        at[_STEP_ROW] = _warm(old, np.int64(since), np.int64(following), count)
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = old[at[j]]
         for j in range(count):
             after = _moved(before[j], found[j], order, _U0)
             total += _digested(np.uint64(first) + at[j], before[j], after)
+            found[j] = after
+        if len(kept):
+            mine = kept[c : c + count]
+            for j in range(count):
+                mine[j] = found[j]
         c += count
     return (COUNTS if c != len(codes) else 0), total
 
 
 def _take_loop(gaps, words, found):
-    at = np.empty(_ROW + 1, dtype=np.uint64)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
     following = _U0
     c = 0
-    for start in range(0, len(gaps), _ROW):
-        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
+    for start in range(0, len(gaps), _STEP_ROW):
+        since = following
+        stop = min(start + _STEP_ROW, len(gaps))
+        count, following = _locate(gaps, start, stop, following, at)
+        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
         mine = found[c : c + count]
         for j in range(count):
             mine[j] = words[at[j]]
         c += count
 
 
+def _put_loop(gaps, words, news, state, goal):
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
+    g, c, following = state[0], state[1], np.uint64(state[2])
+    while g < len(gaps) and following < np.uint64(goal):
+        since = following
+        stop = min(g + _STEP_ROW, len(gaps))
+        count, following = _locate(gaps, g, stop, following, at)
+        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
+        mine = news[c : c + count]
+        for j in range(count):
+            words[at[j]] = mine[j]
+        g = stop
+        c += count
+    state[0], state[1], state[2] = g, c, np.int64(following)
+
+
 def _add_loop(gaps, codes, spots, escapes, words, order, back):
-    at = np.empty(_ROW + 1, dtype=np.uint64)
-    found = np.empty(_ROW, dtype=np.uint64)
-    before = np.empty(_ROW, dtype=np.uint64)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
+    found = np.empty(_STEP_ROW, dtype=np.uint64)
+    before = np.empty(_STEP_ROW, dtype=np.uint64)
     following = _U0
     c = e = 0
     sign = _U1 if back else _U0
-    for start in range(0, len(gaps), _ROW):
-        count, following = _locate(gaps, start, min(start + _ROW, len(gaps)), following, at)
+    for start in range(0, len(gaps), _STEP_ROW):
+        since = following
+        stop = min(start + _STEP_ROW, len(gaps))
+        count, following = _locate(gaps, start, stop, following, at)
+        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
         e = _read_codes(codes, c, count, spots, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]
@@ -433,16 +486,23 @@ def compiled_diff(width: int) -> Any:
 
 @lru_cache
 def compiled_check(width: int) -> Any:
-    """Return the fault, 0 for none, and the total."""
+    """Return the fault, 0 for none, and the total; keep the new words where there is room."""
     words = _words(width)
     inputs = (_BYTES, _BYTES, _SPOTS, words, words, _ORDER, types.int64)
-    return _compiled(_check_loop, *inputs)
+    return _compiled(_check_loop, *inputs, _words(width, readonly=False))
 
 
 @lru_cache
 def compiled_take(width: int) -> Any:
     """Copy the words at the positions."""
     return _compiled(_take_loop, _BYTES, _words(width), _words(width, readonly=False))
+
+
+@lru_cache
+def compiled_put(width: int) -> Any:
+    """Go on from a state (gap bytes, words, elements done) until a goal of elements is reached."""
+    out, state = _words(width, readonly=False), types.Array(types.int64, 1, "C")
+    return _compiled(_put_loop, _BYTES, out, _words(width), state, types.int64)
 
 
 @lru_cache

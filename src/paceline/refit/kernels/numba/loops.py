@@ -4,6 +4,8 @@ The first call for an element width compiles (a second or two, then cached on di
 is not aligned goes to the reference.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -15,6 +17,7 @@ from paceline.refit.delta.loops import (
     NumpyLoops,
     check_escapes,
     outside,
+    show,
     wrong_total,
 )
 from paceline.refit.delta.order import WordKind, Words
@@ -29,6 +32,7 @@ from paceline.refit.kernels.numba.compiled import (
     compiled_count,
     compiled_diff,
     compiled_join,
+    compiled_put,
     compiled_split,
     compiled_take,
     order_of,
@@ -43,6 +47,10 @@ _REFUSALS: Final = {
 _FEW: Final = 8
 """Room for one change in so many elements is tried first: large buffers come as huge pages,
 and clearing those takes as long as finding the changes."""
+
+
+_NEAR_BYTES: Final = 2**18
+"""Written and read again before the second cache of a core forgets it."""
 
 
 class NumbaLoops:
@@ -66,18 +74,21 @@ class NumbaLoops:
                 return found
         return _diff_into(old, new, kind, first, (most, most))
 
-    def check(self, steps: Steps, old: Words, kind: WordKind, *, first: int) -> None:
+    def check(
+        self, steps: Steps, old: Words, kind: WordKind, *, first: int, keep: bool = False
+    ) -> Steps:
         """Refuse steps that do not fit."""
         if not _fits(old):
-            self._reference.check(steps, old, kind, first=first)
-            return
+            return self._reference.check(steps, old, kind, first=first, keep=keep)
         spots = check_escapes([steps.codes], steps.escapes)
+        after = np.empty(len(steps) if keep else 0, dtype=old.dtype)
         fault, total = compiled_check(kind.width)(
-            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first
+            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first, after
         )
         _refuse(fault, len(old))
         if total != steps.total:
             raise wrong_total()
+        return replace(steps, after=after) if keep else steps
 
     def take(self, steps: Steps, words: Words) -> Words:
         """Copy the words at the positions."""
@@ -87,16 +98,54 @@ class NumbaLoops:
         compiled_take(words.itemsize)(steps.gaps, words, found)
         return found
 
-    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+    def add(
+        self,
+        steps: Steps,
+        words: Words,
+        kind: WordKind,
+        *,
+        sign: int = 1,
+        seen: Callable[[Words], object] | None = None,
+    ) -> None:
         """Write the words that the steps lead to."""
         if not _fits(words):
-            self._reference.add(steps, words, kind, sign=sign)
+            self._reference.add(steps, words, kind, sign=sign, seen=seen)
+            return
+        if steps.after is not None and sign > 0:
+            self._put(steps, steps.after, words, kind, seen)
             return
         order = order_of(kind)
         spots = np.flatnonzero(steps.codes == ESCAPE)
         compiled_add(kind.width)(
             steps.gaps, steps.codes, spots, steps.escapes, words, order, sign < 0
         )
+        if seen is not None:
+            show(seen, words, undo=lambda: self.add(steps, words, kind, sign=-sign))
+
+    def _put(
+        self,
+        steps: Steps,
+        after: Words,
+        words: Words,
+        kind: WordKind,
+        seen: Callable[[Words], object] | None,
+    ) -> None:
+        """Write known words; show each stretch while it is in the cache of this core."""
+        put, state = compiled_put(kind.width), np.zeros(3, dtype=np.int64)
+        if seen is None:
+            put(steps.gaps, words, after, state, len(words))
+            return
+        shown = 0
+        try:
+            for goal in range(_NEAR_BYTES // kind.width, len(words), _NEAR_BYTES // kind.width):
+                put(steps.gaps, words, after, state, goal)
+                stretch, shown = slice(shown, int(state[2])), int(state[2])
+                seen(words[stretch])
+            put(steps.gaps, words, after, state, len(words))
+            seen(words[shown:])
+        except BaseException:  # all or nothing, also when interrupted between two stretches
+            self.add(_beginning(steps, int(state[0]), int(state[1])), words, kind, sign=-1)
+            raise
 
     def split(self, steps: Steps, old: Words, kind: WordKind, table: Bytes) -> list[Group]:
         """Sort by the exponent before the change."""
@@ -153,6 +202,12 @@ def _diff_into(
     return Steps(
         gaps=gaps[: out[0]], codes=codes[: out[1]], escapes=escapes[: out[2]], total=int(total)
     )
+
+
+def _beginning(steps: Steps, gap_bytes: int, changes: int) -> Steps:
+    codes = steps.codes[:changes]
+    escapes = steps.escapes[: np.count_nonzero(codes == ESCAPE)]
+    return Steps(gaps=steps.gaps[:gap_bytes], codes=codes, escapes=escapes, total=0)
 
 
 def _fits(words: Words) -> bool:
