@@ -113,11 +113,13 @@ class BreakingLoops(NumpyLoops):
         self.when = when
         self.failure = failure
 
-    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+    def add(
+        self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1, seen: Any = None
+    ) -> None:
         self.left -= sign > 0
         fails = self.left == 0 and sign > 0
         if not fails or self.when != "before":
-            super().add(steps, words, kind, sign=sign)
+            super().add(steps, words, kind, sign=sign, seen=seen)
         if fails and self.when == "torn":
             words[positions_of(steps.gaps)[0]] ^= 1
         if fails:
@@ -191,6 +193,35 @@ def test_interrupt_undoes_and_passes() -> None:
     with pytest.raises(KeyboardInterrupt):
         write_install(install, tools=Tools(loops=BreakingLoops(2, failure=KeyboardInterrupt)))
     assert content(live) == before
+
+
+@pytest.mark.parametrize("scheme", [None, Scheme.RAW, Scheme.DENSE])
+@pytest.mark.parametrize("tools", [Tools(), TOOLS], ids=["numpy", "fast"])
+def test_proof_behind_the_writes(scheme: Scheme | None, tools: Tools) -> None:
+    """What is written can be proven at once; what does not come out is taken back."""
+    live, new = small(13)
+    before = content(live)
+    payload = delta_payload(live, new, scheme_of={"b": scheme} if scheme else None)
+    install = staged(payload, live, base=entries_of(live), checks=Checks(tools=tools))
+    lying = replace(install, writes=(*install.writes[:-1], replace(install.writes[-1], digest="")))
+    with pytest.raises(ApplyError, match="does not have its digest"):
+        write_install(lying, tools=tools, prove=True)
+    assert content(live) == before
+    write_install(install, tools=tools, prove=True)
+    assert content(live) == content(new)
+
+
+def test_kept_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the room for new words steps alone are held, and write the same."""
+    live, new = small(14)
+    payload = delta_payload(live, new)
+    room = staged(payload, live, base=entries_of(live)).writes[0].kept_bytes
+    assert room > 0
+    monkeypatch.setattr("paceline.refit.apply._KEPT_BYTES", room)
+    install = staged(payload, live, base=entries_of(live))
+    assert [write.kept_bytes for write in install.writes] == [room, 0, 0]
+    write_install(install)
+    assert content(live) == content(new)
 
 
 def test_quick_checks_still_find_another_base() -> None:

@@ -156,8 +156,42 @@ def test_loops_agree_one_by_one(change: tuple[str, list[bytes]]) -> None:
         loops.add(steps, live, kind, sign=-1)
         assert live.tobytes() == base
         assert taken.tobytes() == live[positions_of(steps.gaps)].tobytes()
+        kept = loops.check(steps, live, kind, first=7, keep=True)
+        shown: list[bytes] = []
+        loops.add(kept, live, kind, seen=lambda words: shown.append(words.tobytes()))  # noqa: B023
+        assert live.tobytes() == new == b"".join(shown)
         if len(steps) > 1:
             assert loops.diff(old, now, kind, first=7, most=len(steps) - 1) is None
+
+
+@pytest.mark.parametrize("loops", LOOPS, ids=lambda loops: loops.name)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("keep", [True, False])
+def test_writes_that_are_watched_are_all_or_none(loops: Loops, nth: int, keep: bool) -> None:
+    """Whoever watches sees finished words in order; if that fails nothing stays written."""
+    kind = kind_of("BF16")
+    old = np.random.default_rng(nth).integers(0, 2**16, 2**19, dtype=np.uint16)
+    now = np.where(np.arange(2**19) % 3 == 0, old ^ np.uint16(0x0101), old).astype("<u2")
+    steps = loops.diff(old, now, kind, first=0, most=2**19)
+    assert steps is not None
+    assert len(steps.escapes)
+    steps = loops.check(steps, old, kind, first=0, keep=keep)
+    live, seen = old.copy(), []
+
+    def watch(words: npt.NDArray[Any]) -> None:
+        seen.append(words.copy())
+        if len(seen) == nth:
+            raise KeyboardInterrupt
+
+    try:
+        loops.add(steps, live, kind, seen=watch)
+    except KeyboardInterrupt:
+        assert live.tobytes() == old.tobytes()
+    else:
+        assert len(seen) < nth
+        assert live.tobytes() == now.tobytes()
+    together = np.concatenate(seen)
+    assert together.tobytes() == now[: len(together)].tobytes()
 
 
 @given(changes(), st.integers(0, 2**40))

@@ -39,15 +39,18 @@ class DyingLoops(NumpyLoops):
     def __init__(self, dying: Dying) -> None:
         self.dying = dying
 
-    def add(self, steps: Steps, words: Words, kind: WordKind, *, sign: int = 1) -> None:
+    def add(self, steps: Steps, words: Words, kind: WordKind, **options: Any) -> None:
         """Write, perhaps only the first half."""
+
+        def whole() -> None:
+            super(DyingLoops, self).add(steps, words, kind, **options)
 
         def half() -> None:
             before = words.copy()
-            super(DyingLoops, self).add(steps, words, kind, sign=sign)
+            whole()
             words[len(words) // 2 :] = before[len(words) // 2 :]
 
-        self.dying.write(lambda: super(DyingLoops, self).add(steps, words, kind, sign=sign), half)
+        self.dying.write(whole, half)
 
 
 class DyingFile:

@@ -1,6 +1,7 @@
 """Compressed streams of known length, and a reader that never reads past its bytes."""
 
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -36,9 +37,8 @@ def expand(frame: memoryview, *, size: int, where: str) -> bytes:
         ParseError: another size, damage, or bytes after the frame.
     """
     _check_declared(frame, size=size, where=where)
-    reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
     try:
-        data = reader.decompress(
+        data = _decompressor().decompress(
             frame, max_output_size=size, read_across_frames=False, allow_extra_data=False
         )
     except zstandard.ZstdError as exc:
@@ -89,6 +89,18 @@ def open_frame(frame: memoryview, *, size: int, where: str) -> Iterator[Callable
 
 _FEED_BYTES: Final = 512
 """A block of zstd takes 4 bytes and becomes 128 KiB at most: a bomb expands to 16 MiB, not more."""
+
+
+_OF_THREAD: Final = threading.local()
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """Return this thread's own: making one takes as long as a small frame."""
+    found: zstandard.ZstdDecompressor | None = getattr(_OF_THREAD, "decompressor", None)
+    if found is None:
+        found = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+        _OF_THREAD.decompressor = found
+    return found
 
 
 def _check_declared(frame: memoryview, *, size: int, where: str) -> None:

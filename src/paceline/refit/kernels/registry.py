@@ -1,10 +1,12 @@
 """Loops by name, and the tools that this process encodes and applies with."""
 
 import os
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.delta.codec import Tools
@@ -51,11 +53,41 @@ def load_device_loops(name: str) -> DeviceLoops:
 def process_tools(threads: int | None = None) -> Tools:
     """Return the fastest loops over threads of this process's own, by default one per core.
 
-    The threads live as long as the process. Work that runs on them must not wait for them.
+    The threads live as long as the process; whoever asks for work to be done is one of them.
     """
     count = min(len(os.sched_getaffinity(0)), _THREADS_MAX) if threads is None else threads
     loops = load_loops()
     if count == 1:
         return Tools(loops=loops)
-    pool = ThreadPoolExecutor(count, thread_name_prefix="paceline-codec")
-    return Tools(loops=loops, run=pool.map)
+    pool = ThreadPoolExecutor(count - 1, thread_name_prefix="paceline-codec")
+    return Tools(loops=loops, run=partial(_run_shared, pool, count - 1))
+
+
+def _run_shared(
+    pool: ThreadPoolExecutor, helpers: int, work: Callable[[Any], Any], items: Iterable[Any]
+) -> list[Any]:
+    """Map as ``map`` does; caller and helpers take the next item until none is left.
+
+    A caller that only waited would be woken for every result, on a core that is at work.
+    """
+    jobs = list(items)
+    results: list[Any] = [None] * len(jobs)
+    left = iter(range(len(jobs)))  # one shared iterator: the interpreter hands out each once
+
+    def take() -> None:
+        for index in left:
+            try:
+                results[index] = work(jobs[index])
+            except BaseException:
+                deque(left, maxlen=0)  # nobody starts another
+                raise
+
+    helping = [pool.submit(take) for _ in range(min(helpers, len(jobs) - 1))]
+    try:
+        take()
+    finally:
+        failed = [other.exception() for other in helping if not other.cancel()]
+    for failure in failed:
+        if failure is not None:
+            raise failure
+    return results

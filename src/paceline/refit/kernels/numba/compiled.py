@@ -29,10 +29,12 @@ _STEP_ROW: Final = 2**10
 """Gap bytes that are read before the words behind them: few enough that their places, codes and
 words stay in the first cache together."""
 _LINE_BYTES: Final = 64
+_WARM_BYTES: Final = 2**18
+"""Read ahead at once: long enough for the processor to run ahead of it, and it stays near."""
 _U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
 _PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
 
-OPEN, COUNTS, OUTSIDE = range(1, 4)
+OPEN, COUNTS, OUTSIDE, NOTHING = range(1, 5)
 """Why steps are refused."""
 
 
@@ -57,6 +59,21 @@ def differs(typing_context: Any, one: Any, other: Any, at: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(_LANES))
 
     return types.uint64(one, other, types.intp), generate
+
+
+@intrinsic
+def _escaped(typing_context: Any, codes: Any, at: Any) -> Any:
+    """Look at 64 bytes from ``at`` on; bit i of the result: byte at + i stands for more."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(8), _LANES)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
+        wanted = ir.Constant(vector, [ESCAPE] * _LANES)
+        equal = builder.icmp_unsigned("==", builder.load(place, align=1), wanted)
+        return builder.bitcast(equal, ir.IntType(_LANES))
+
+    return types.uint64(codes, types.intp), generate
 
 
 @intrinsic
@@ -118,9 +135,19 @@ def _locate(gaps, start, stop, following, at):
     for j in range(len(mine)):
         long_gaps += mine[j] == ESCAPE
     if not long_gaps:
-        for j in range(len(mine)):
+        following -= _U1
+        whole = len(mine) // 4 * 4
+        for j in range(0, whole, 4):  # by fours: a sum over all waits for itself every time
+            one = np.uint64(mine[j]) + _U1
+            two = one + np.uint64(mine[j + 1]) + _U1
+            three = two + np.uint64(mine[j + 2]) + _U1
+            at[j], at[j + 1], at[j + 2] = following + one, following + two, following + three
+            following += three + np.uint64(mine[j + 3]) + _U1
+            at[j + 3] = following
+        for j in range(whole, len(mine)):
             following += np.uint64(mine[j]) + _U1
-            at[j] = following - _U1
+            at[j] = following
+        following += _U1
         return stop - start, following
     count = _U0
     for j in range(len(mine)):
@@ -133,33 +160,50 @@ def _locate(gaps, start, stop, following, at):
 
 
 @njit
-def _warm(words, start, stop, count):
-    """Read a word of every line where ``count`` changes are, if they lie dense.
+def _warm(words, warm, at, count):
+    """Read a word of every line ahead, if ``count`` places lie dense; return where warm ends.
 
     Lines that are skipped here and there stop the processor from fetching ahead; reading all of
-    them in order takes half the time. Returns a number only so that the reading is not left out.
+    them in order takes half the time. What is read is left behind the places, so that the
+    reading is not left out.
     """
-    lines = (stop - start) * words.itemsize // _LINE_BYTES
-    seen = _U0
-    if 2 * count > lines:
-        mine = words[start:stop]
-        j = _U0  # by hand: numba does not see which way a computed step of a range goes
-        step = np.uint64(_LINE_BYTES // words.itemsize)
-        while j < np.uint64(len(mine)):
-            seen ^= np.uint64(mine[j])
-            j += step
-    return seen
+    if not count:
+        return warm
+    since, following = np.int64(at[0]), np.int64(at[count - 1])
+    lines = (following - since) * words.itemsize // _LINE_BYTES
+    if following <= warm or 2 * count <= lines:
+        return warm
+    start = max(since, warm)
+    stop = min(max(start + _WARM_BYTES // words.itemsize, following), len(words))
+    mine = words[start:stop]
+    seen = j = _U0  # by hand: numba does not see which way a computed step of a range goes
+    step = np.uint64(_LINE_BYTES // words.itemsize)
+    while j < np.uint64(len(mine)):
+        seen ^= np.uint64(mine[j])
+        j += step
+    at[_STEP_ROW] = np.uint32(seen)
+    return stop
 
 
 @njit
-def _read_codes(codes, c, count, spots, escapes, e, found):
-    """Write codes in full, ``spots`` being where escapes belong; return how many were used."""
+def _read_codes(codes, c, count, escapes, e, found):
+    """Write codes in full; return how many escapes they ask for, there or not."""
     mine = codes[c : c + count]  # a view: numba cannot see that c + j is not negative
     for j in range(count):
         found[j] = mine[j]
-    while e < len(spots) and spots[e] < c + count:
-        found[spots[e] - c] = escapes[e]
-        e += 1
+    whole = count // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        bits = _escaped(mine, start)
+        while bits:
+            if e < len(escapes):
+                found[start + _lowest(bits)] = escapes[e]
+            e += 1
+            bits &= bits - _U1
+    for j in range(whole, count):
+        if mine[j] == ESCAPE:
+            if e < len(escapes):
+                found[j] = escapes[e]
+            e += 1
     return e
 
 
@@ -280,48 +324,49 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
     return total
 
 
-def _check_loop(gaps, codes, spots, escapes, old, order, first, kept):
-    total = _U0
-    following = _U0
-    c = e = 0
+def _check_loop(gaps, codes, escapes, old, order, first, kept):
+    total = following = stays = _U0
+    c = e = warm = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
-    found = np.empty(_STEP_ROW, dtype=np.uint64)
-    before = np.empty(_STEP_ROW, dtype=np.uint64)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
+    found = np.empty(_STEP_ROW, dtype=old.dtype)
+    before = np.empty(_STEP_ROW, dtype=old.dtype)
     for start in range(0, len(gaps), _STEP_ROW):
-        since = following
         stop = min(start + _STEP_ROW, len(gaps))
         count, following = _locate(gaps, start, stop, following, at)
         if c + count > len(codes):
             return COUNTS, total
         if following > np.uint64(len(old)):
             return OUTSIDE, total
-        at[_STEP_ROW] = _warm(old, np.int64(since), np.int64(following), count)
-        e = _read_codes(codes, c, count, spots, escapes, e, found)
+        warm = _warm(old, warm, at, count)
+        e = _read_codes(codes, c, count, escapes, e, found)
         for j in range(count):
             before[j] = old[at[j]]
         for j in range(count):
-            after = _moved(before[j], found[j], order, _U0)
-            total += _digested(np.uint64(first) + at[j], before[j], after)
+            code, word = np.uint64(found[j]), np.uint64(before[j])
+            after = _moved(word, code, order, _U0)
+            total += _digested(np.uint64(first) + np.uint64(at[j]), word, after)
+            stays |= np.uint64(code == _U0)
             found[j] = after
         if len(kept):
             mine = kept[c : c + count]
             for j in range(count):
                 mine[j] = found[j]
         c += count
-    return (COUNTS if c != len(codes) else 0), total
+    if c != len(codes) or e != len(escapes):
+        return COUNTS, total
+    return (NOTHING if stays else 0), total
 
 
 def _take_loop(gaps, words, found):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
     following = _U0
-    c = 0
+    c = warm = 0
     for start in range(0, len(gaps), _STEP_ROW):
-        since = following
         stop = min(start + _STEP_ROW, len(gaps))
         count, following = _locate(gaps, start, stop, following, at)
-        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
+        warm = _warm(words, warm, at, count)
         mine = found[c : c + count]
         for j in range(count):
             mine[j] = words[at[j]]
@@ -329,13 +374,13 @@ def _take_loop(gaps, words, found):
 
 
 def _put_loop(gaps, words, news, state, goal):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
     g, c, following = state[0], state[1], np.uint64(state[2])
+    warm = state[2]
     while g < len(gaps) and following < np.uint64(goal):
-        since = following
         stop = min(g + _STEP_ROW, len(gaps))
         count, following = _locate(gaps, g, stop, following, at)
-        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
+        warm = _warm(words, warm, at, count)
         mine = news[c : c + count]
         for j in range(count):
             words[at[j]] = mine[j]
@@ -344,23 +389,22 @@ def _put_loop(gaps, words, news, state, goal):
     state[0], state[1], state[2] = g, c, np.int64(following)
 
 
-def _add_loop(gaps, codes, spots, escapes, words, order, back):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint64)
-    found = np.empty(_STEP_ROW, dtype=np.uint64)
-    before = np.empty(_STEP_ROW, dtype=np.uint64)
+def _add_loop(gaps, codes, escapes, words, order, back):
+    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
+    found = np.empty(_STEP_ROW, dtype=words.dtype)
+    before = np.empty(_STEP_ROW, dtype=words.dtype)
     following = _U0
-    c = e = 0
+    c = e = warm = 0
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _STEP_ROW):
-        since = following
         stop = min(start + _STEP_ROW, len(gaps))
         count, following = _locate(gaps, start, stop, following, at)
-        at[_STEP_ROW] = _warm(words, np.int64(since), np.int64(following), count)
-        e = _read_codes(codes, c, count, spots, escapes, e, found)
+        warm = _warm(words, warm, at, count)
+        e = _read_codes(codes, c, count, escapes, e, found)
         for j in range(count):
             before[j] = words[at[j]]
         for j in range(count):
-            before[j] = _moved(before[j], found[j], order, sign)
+            before[j] = _moved(np.uint64(before[j]), np.uint64(found[j]), order, sign)
         for j in range(count):
             words[at[j]] = before[j]
         c += count
@@ -462,7 +506,6 @@ def _next_run(gaps: Any, cursor: Any, group: Any, stop: Any) -> Any:
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 _OUT_BYTES = types.Array(types.uint8, 1, "C")
 _ORDER = types.UniTuple(types.uint64, 4)
-_SPOTS = types.Array(types.int64, 1, "C", readonly=True)
 _TABLE2 = types.Array(types.int64, 2, "C")
 _EXPONENT = (types.uint64, types.uint64)
 
@@ -488,7 +531,7 @@ def compiled_diff(width: int) -> Any:
 def compiled_check(width: int) -> Any:
     """Return the fault, 0 for none, and the total; keep the new words where there is room."""
     words = _words(width)
-    inputs = (_BYTES, _BYTES, _SPOTS, words, words, _ORDER, types.int64)
+    inputs = (_BYTES, _BYTES, words, words, _ORDER, types.int64)
     return _compiled(_check_loop, *inputs, _words(width, readonly=False))
 
 
@@ -509,7 +552,7 @@ def compiled_put(width: int) -> Any:
 def compiled_add(width: int) -> Any:
     """Write the words that the steps lead to, or came from."""
     out = _words(width, readonly=False)
-    inputs = (_BYTES, _BYTES, _SPOTS, _words(width))
+    inputs = (_BYTES, _BYTES, _words(width))
     return _compiled(_add_loop, *inputs, out, _ORDER, types.boolean)
 
 

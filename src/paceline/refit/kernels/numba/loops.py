@@ -49,7 +49,7 @@ _FEW: Final = 8
 and clearing those takes as long as finding the changes."""
 
 
-_NEAR_BYTES: Final = 2**18
+_NEAR_BYTES: Final = 2**19
 """Written and read again before the second cache of a core forgets it."""
 
 
@@ -80,11 +80,12 @@ class NumbaLoops:
         """Refuse steps that do not fit."""
         if not _fits(old):
             return self._reference.check(steps, old, kind, first=first, keep=keep)
-        spots = check_escapes([steps.codes], steps.escapes)
         after = np.empty(len(steps) if keep else 0, dtype=old.dtype)
         fault, total = compiled_check(kind.width)(
-            steps.gaps, steps.codes, spots, steps.escapes, old, order_of(kind), first, after
+            steps.gaps, steps.codes, steps.escapes, old, order_of(kind), first, after
         )
+        if fault or (len(steps.escapes) and int(steps.escapes.min()) < ESCAPE):
+            check_escapes([steps.codes], steps.escapes)
         _refuse(fault, len(old))
         if total != steps.total:
             raise wrong_total()
@@ -115,10 +116,7 @@ class NumbaLoops:
             self._put(steps, steps.after, words, kind, seen)
             return
         order = order_of(kind)
-        spots = np.flatnonzero(steps.codes == ESCAPE)
-        compiled_add(kind.width)(
-            steps.gaps, steps.codes, spots, steps.escapes, words, order, sign < 0
-        )
+        compiled_add(kind.width)(steps.gaps, steps.codes, steps.escapes, words, order, sign < 0)
         if seen is not None:
             show(seen, words, undo=lambda: self.add(steps, words, kind, sign=-sign))
 
