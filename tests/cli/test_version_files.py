@@ -1,6 +1,8 @@
-"""``paceline versions diff | compose | verify`` on checkpoints and version folders."""
+"""``paceline versions diff | compose | apply | verify`` on checkpoints and version folders."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,9 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from paceline.cli.versions import versions
+from paceline.refit.delta.canonical import FullTensor, render_full_shard
 from paceline.refit.errors import VerifyError
+from paceline.refit.inspection import read_checkpoint
 
 
 def checkpoints(folder: Path, count: int = 3) -> list[Path]:
@@ -86,3 +90,62 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(VerifyError, match="missing"):
         run("verify", tmp_path / "d1")
+
+
+def test_apply_writes_files(tmp_path: Path) -> None:
+    """A checkpoint becomes the next one, file for file; dry runs and second tries write nothing."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    run("diff", v0, v1, "--write", tmp_path / "d")
+    before = v0.read_bytes()
+    assert "would change 40 elements" in run("apply", tmp_path / "d", v0, "--dry-run")
+    assert v0.read_bytes() == before
+    found = json.loads(run("apply", tmp_path / "d", v0, "--json"))
+    assert (found["changed_elements"], found["written"]) == (40, True)
+    assert v0.read_bytes() == v1.read_bytes()
+    with pytest.raises(VerifyError, match="applies to"):
+        run("apply", tmp_path / "d", v0)
+    assert v0.read_bytes() == v1.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+DIES = """
+import sys
+from pathlib import Path
+from paceline.refit import inspection
+from paceline.refit.delta.codec import Tools
+from paceline.testing.crash_victim import Dying, DyingLoops
+
+tools = Tools(loops=DyingLoops(Dying(1)))
+inspection.apply_version(inspection.read_version(Path(sys.argv[1])), Path(sys.argv[2]), tools=tools)
+"""
+
+
+def test_apply_after_a_crash(tmp_path: Path) -> None:
+    """Killed half-way through a tensor, the next call takes it back first and then goes through."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    run("diff", v0, v1, "--write", tmp_path / "d")
+    before = v0.read_bytes()
+    done = subprocess.run([sys.executable, "-c", DIES, tmp_path / "d", v0], check=False, timeout=60)
+    assert done.returncode == 9
+    assert v0.read_bytes() not in {before, v1.read_bytes()}
+    with pytest.raises(VerifyError, match="crashed"):
+        run("apply", tmp_path / "d", v0, "--dry-run")
+    run("apply", tmp_path / "d", v0)
+    assert v0.read_bytes() == v1.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_apply_refuses_files_with_checksums(tmp_path: Path) -> None:
+    """Tensors whose checksum stands in the file cannot be changed in place."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    run("diff", v0, v1, "--write", tmp_path / "d")
+    tensors = {
+        name: FullTensor(dtype=item.dtype, shape=item.shape, data=item.data)
+        for name, item in read_checkpoint(v0).items()
+    }
+    checked = tmp_path / "checked.safetensors"
+    checked.write_bytes(render_full_shard(tensors))
+    before = checked.read_bytes()
+    with pytest.raises(VerifyError, match="carries checksums"):
+        run("apply", tmp_path / "d", checked)
+    assert checked.read_bytes() == before

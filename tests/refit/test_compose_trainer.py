@@ -26,8 +26,10 @@ def test_every_variable_is_read() -> None:
             "PACELINE_ANCHOR_EVERY": "3",
             "PACELINE_MAX_STALENESS": "0",
             "PACELINE_INDEX": "2",
+            "PACELINE_LINK_MBPS": "87.5",
         }
     )
+    assert settings.link_mbps == 87.5
     assert settings.payload_format is WeightPayloadFormat.FULL_TENSOR
     assert settings.staging_mode is TrainerStagingMode.IN_PLACE
     assert (settings.anchor_every, settings.max_staleness, settings.index) == (3, 0, 2)
@@ -42,7 +44,13 @@ def test_a_missing_variable_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PACELINE_PAYLOAD", "DELTA"), ("PACELINE_STAGING", "x"), ("PACELINE_INDEX", "two")],
+    [
+        ("PACELINE_PAYLOAD", "DELTA"),
+        ("PACELINE_STAGING", "x"),
+        ("PACELINE_INDEX", "two"),
+        ("PACELINE_LINK_MBPS", "-1"),
+        ("PACELINE_LINK_MBPS", "nan"),
+    ],
 )
 def test_a_word_that_nobody_knows_is_refused(name: str, value: str) -> None:
     """A typo is not read as a default."""

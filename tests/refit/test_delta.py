@@ -4,8 +4,10 @@ import itertools
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zstandard
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""``paceline versions diff | compose | verify``: versions and checkpoints as files."""
+"""``paceline versions diff | compose | apply | verify``: versions and checkpoints as files."""
 
 import json
 import re
@@ -57,6 +57,36 @@ def compose(*, first: Path, second: Path, result: Path) -> None:
         sum(len(data) for data in inspection.read_version(f)[1].values()) for f in (first, second)
     ]
     click.echo(f"{sum(map(len, both[1].values()))} bytes instead of {sum(sizes)}")
+
+
+@click.command()
+@click.argument("version", type=_EXISTING)
+@click.argument("checkpoint", type=_EXISTING)
+@click.option("--dry-run", is_flag=True, help="Prove that it would apply; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def apply(*, version: Path, checkpoint: Path, dry_run: bool, as_json: bool) -> None:
+    """Write version folder VERSION into the files of CHECKPOINT.
+
+    Everything is proven before and after. Whatever interrupts it, the files are the old version or
+    the new one; what a crash has left is taken back by the next call.
+    """
+    from paceline.refit import inspection
+    from paceline.refit.kernels.registry import process_tools
+
+    staged = inspection.apply_version(
+        inspection.read_version(version), checkpoint, tools=process_tools(), dry_run=dry_run
+    )
+    if as_json:
+        found = {
+            "checkpoint": str(checkpoint),
+            "root_digest": staged.root_digest,
+            "changed_elements": staged.changed_elements,
+            "written": not dry_run,
+        }
+        click.echo(json.dumps(found))
+        return
+    said = "would change" if dry_run else "changed"
+    click.echo(f"{said} {staged.changed_elements} elements; root digest {staged.root_digest}")
 
 
 def verify_folder(folder: Path, *, base: Path | None, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.cli.version_files import compose, diff, verify_folder
+from paceline.cli.version_files import apply, compose, diff, verify_folder
 from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
@@ -31,6 +31,7 @@ def versions() -> None:
 
 versions.add_command(diff)
 versions.add_command(compose)
+versions.add_command(apply)
 
 
 def _connection(command: F) -> F:

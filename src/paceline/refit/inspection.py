@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.refit.apply import Checks, stage_install
-from paceline.refit.delta.canonical import parse_full_shard, shard_names
+from paceline.refit.apply import Checks, StagedInstall, stage_install, write_install
+from paceline.refit.delta.canonical import has_checksums, parse_full_shard, shard_names
 from paceline.refit.delta.codec import (
     Tools,
     compose_tensors,
@@ -24,6 +24,7 @@ from paceline.refit.delta.order import kind_of
 from paceline.refit.delta.steps import Steps, differences_of
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import VerifyError
+from paceline.refit.journal import FileJournal, recover
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.payload import (
     check_header,
@@ -39,6 +40,7 @@ Tensors = Mapping[str, TensorBuffer]
 Version = tuple[Manifest, Mapping[str, memoryview]]
 """A manifest and its objects by id."""
 
+_JOURNAL = ".{}.paceline-undo"
 HISTOGRAM_ULPS = (1, 2, 4, 8, 16, 127)
 """Upper ends of the classes of step sizes; a last class takes what is above."""
 
@@ -62,11 +64,63 @@ def read_checkpoint(path: Path) -> dict[str, TensorBuffer]:
     Raises:
         VerifyError: there are none, a name comes twice, or a file is no safetensors.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return _tensors_in(path, {file: _mapped(file, mmap.ACCESS_READ) for file in _files(path)})
+
+
+def apply_version(
+    version: Version, path: Path, *, tools: Tools, dry_run: bool = False
+) -> StagedInstall:
+    """Write a version into the files of a checkpoint; they are old or new, also after a crash.
+
+    What a crash has left is taken back first. The journal lies beside the weights.
+
+    Raises:
+        VerifyError: the version does not apply to these files; nothing was written.
+        ApplyError: writing failed and was taken back.
+        UncertainStateError: taking it back failed too, or the journal is of other files.
+    """
+    maps = {file: _mapped(file, mmap.ACCESS_WRITE) for file in _files(path)}
+    journal = (path if path.is_dir() else path.parent) / _JOURNAL.format(path.stem)
+    live = _tensors_in(path, maps)
+    for file, data in maps.items():
+        if has_checksums(memoryview(data)):
+            raise VerifyError(f"{file} carries checksums of its tensors: apply to a plain copy")
+
+    def flush() -> None:
+        for data in maps.values():
+            data.flush()
+
+    if dry_run and journal.exists():
+        raise VerifyError(f"{journal} is of a write that crashed: apply a version to take it back")
+    recover(journal, live, flush=flush)
+    manifest, objects = version
+    staged = stage_install(
+        manifest,
+        objects,
+        live=live,
+        aliases=dict(manifest.aliases),
+        base={name: entry_of(item) for name, item in live.items()},
+        checks=Checks(whole=False, tools=tools),  # what was hashed just now is the base
+    )
+    if not dry_run and staged.writes:
+        kept = FileJournal(journal, flush=flush)
+        write_install(staged, tools=tools, journal=kept, prove=True)
+    return staged
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def _mapped(file: Path, access: int) -> mmap.mmap:
+    with file.open("rb" if access == mmap.ACCESS_READ else "r+b") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=access)
+
+
+def _tensors_in(path: Path, maps: Mapping[Path, mmap.mmap]) -> dict[str, TensorBuffer]:
     found: dict[str, TensorBuffer] = {}
-    for file in files:
-        with file.open("rb") as handle:
-            data = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+    for mapped in maps.values():
+        data = memoryview(mapped)
         for name, item in parse_full_shard(data, shard_names(data)).items():
             if name in found:
                 raise VerifyError(f"{path}: tensor {name!r} is in two files")

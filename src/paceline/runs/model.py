@@ -55,6 +55,9 @@ class RefitSpec:
     transports: tuple[str, ...] = ("http",)
     max_staleness: int = 2
     """How many versions a sample's weights may be behind the trainer's."""
+    link_mbps: float | None = None
+    """Megabits per second to the slowest engine: a slow link gets smaller deltas, which take longer
+    to make. None: one machine or a fast network."""
     anchor_every: int | None = None
     """Publish a full version every so many deltas; None leaves it to the publisher."""
     listen: str = "127.0.0.1:0"

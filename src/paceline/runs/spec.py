@@ -225,6 +225,7 @@ class _Refit(_Section):
     staging: Literal["COPY_TO_HOST", "IN_PLACE"] = "COPY_TO_HOST"
     transports: Annotated[list[_Text], BeforeValidator(_listed), Field(min_length=1)] = ["http"]
     max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
+    link_mbps: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
     anchor_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     listen: Annotated[str, AfterValidator(_listen)] = "127.0.0.1:0"
 

@@ -1,6 +1,7 @@
 """A trainer process's ways into its run: publish weights, get rollouts, tell what happens."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.registry import TRAINER_ENGINES
@@ -22,6 +24,7 @@ from paceline.refit.transports.registry import OBJECT_SERVERS
 if TYPE_CHECKING:
     from paceline.refit.publisher import Publisher
     from paceline.refit.rollouts import RolloutClient
+    from paceline.refit.trainers.quantise import Quantise
 
 log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)
@@ -41,6 +44,8 @@ class RunSettings:
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
     anchor_every: int = 8
     max_staleness: int = 2
+    link_mbps: float | None = None
+    """Megabits per second to the slowest engine; None: one machine or a fast network."""
     host: str = "127.0.0.1"
     """Where this process listens, and how others reach it."""
     out: Path = Path("out")
@@ -75,6 +80,16 @@ def _number(text: str) -> int:
         raise UsageError(f"{text!r} in a PACELINE_ variable is no whole number") from exc
 
 
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise UsageError(f"{text!r} in a PACELINE_ variable is no rate above 0")
+    return rate
+
+
 def _payload(text: str) -> WeightPayloadFormat:
     return _member(WeightPayloadFormat, text)
 
@@ -102,6 +117,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_STAGING": ("staging_mode", _staging),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
+    "PACELINE_LINK_MBPS": ("link_mbps", _rate),
     "PACELINE_HOST": ("host", str),
     "PACELINE_OUT": ("out", Path),
 }
@@ -132,7 +148,11 @@ class TrainerConnection:
         return self.settings.out
 
     def publisher(
-        self, tensors: object, *, wire_dtypes: Mapping[str, str] | None = None
+        self,
+        tensors: object,
+        *,
+        wire_dtypes: Mapping[str, str] | None = None,
+        quantise: "Quantise | None" = None,
     ) -> "Publisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
@@ -140,6 +160,8 @@ class TrainerConnection:
             tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
             wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
                 behind bf16 engines. Nothing is cast that is not named here.
+            quantise: turns a tensor into the codes and scales that the engines serve, see
+                ``paceline.refit.trainers.quantise``.
 
         Raises:
             MissingExtraError: torch is not installed.
@@ -149,7 +171,13 @@ class TrainerConnection:
         from paceline.refit.publisher import Publisher, PublisherOptions
 
         trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
-        trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
+        rate = self.settings.link_mbps
+        trainer = trainer_class(
+            clock=self._clock,
+            wire_dtypes=wire_dtypes,
+            quantise=quantise,
+            link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
+        )
         trainer.bind_tensors(tensors)
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
         server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)

@@ -170,6 +170,12 @@ def shard_names(data: memoryview) -> list[str]:
     return list(_parse_shard(data)[0])
 
 
+def has_checksums(data: memoryview) -> bool:
+    """Say whether a shard says what is in its tensors, so that they cannot be changed in place."""
+    rows, checksums = _parse_shard(data)
+    return not rows.keys().isdisjoint(checksums)
+
+
 def parse_full_shard(data: memoryview, names: Iterable[str]) -> dict[str, FullTensor]:
     """Return the tensors of a shard, proven where it has checksums. Raises ParseError."""
     rows, checksums = _parse_shard(data)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.core.clock import Clock
+from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import StagingError
 from paceline.refit.model import (
     CompletionFence,
@@ -41,6 +42,7 @@ from paceline.refit.staging.torch_bytes import (
     is_host_block,
 )
 from paceline.refit.trainers.protocol import TrainerEngineAdapter
+from paceline.refit.trainers.quantise import Quantise
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +63,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     be called from any thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of one adapter, each with its default
         self,
         *,
         clock: Clock,
@@ -70,6 +72,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         wire_dtypes: Mapping[str, str] | None = None,
         arenas: int = 4,
         arena_wait_s: float = 0.0,
+        quantise: Quantise | None = None,
+        link: Link = LOCAL,
     ) -> None:
         """Set up; tensors come with ``bind_tensors``.
 
@@ -82,10 +86,15 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             arenas: copies of the weights in host memory: the base, the one being captured, the
                 newest anchor, and one for readers that are slow.
             arena_wait_s: how long staging waits for a free arena before it refuses.
+            quantise: what engines serve instead of a tensor, by name: its codes and scales. They
+                are sent as they come, whatever ``wire_dtypes`` says.
+            link: the way to the slowest engine; on a slow one deltas are made smaller.
         """
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
         self._wire_dtypes = _checked(wire_dtypes or {})
+        self._quantise = quantise
+        self._link = link
         self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
@@ -103,7 +112,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
         """COPY_TO_HOST; IN_PLACE too, unless something is to be cast."""
         modes = {TrainerStagingMode.COPY_TO_HOST}
-        if not self._wire_dtypes:
+        if not self._wire_dtypes and self._quantise is None:
             modes.add(TrainerStagingMode.IN_PLACE)
         return frozenset(modes)
 
@@ -120,7 +129,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._plan(tensors)
+        self._layout = self._plan(self._export(tensors))
         self._bound = tensors
         return self._slot
 
@@ -142,16 +151,21 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             ValueError: not supported, or a delta before the first commit.
             StagingError: no free arena, weights served in place, or their layout moved.
         """
-        layout = self._check(tensors, staging_mode, payload_format)
+        self._check(tensors, staging_mode, payload_format)
+        exported = self._export(self._bound)
+        layout = self._check_layout(exported)
         if staging_mode is TrainerStagingMode.IN_PLACE:
             return self._stage_in_place(layout)
         is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
         arena = self._ring.take(layout.num_bytes)
         try:
-            self._copy_into(arena, layout)
+            _copy_into(arena, layout, exported)
             capture = describe_capture(layout, arena)
             base = self._base
-            buffers = delta_shard(base, capture) if is_delta and base else full_shard(capture)
+            if is_delta and base is not None:
+                buffers = delta_shard(base, capture, link=self._link)
+            else:
+                buffers = full_shard(capture)
         except BaseException:
             self._ring.drop(arena)
             raise
@@ -212,7 +226,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
     def _check(
         self, tensors: Any, mode: TrainerStagingMode, payload_format: WeightPayloadFormat
-    ) -> ShardLayout:
+    ) -> None:
         if self._layout is None:
             raise ValueError("bind_tensors was not called")
         if tensors is not None and tensors is not self._bound:
@@ -226,37 +240,52 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             raise ValueError("a delta needs a copy of its base: stage with COPY_TO_HOST")
         if is_delta and self._base is None:
             raise ValueError("no version was committed yet: the first one must be FULL_TENSOR")
-        if self._plan(self._bound) != self._layout:
+
+    def _check_layout(self, exported: "_Exported") -> ShardLayout:
+        assert self._layout is not None  # noqa: S101 - bound, or the check before has refused
+        if self._plan(exported) != self._layout:
             raise StagingError(
                 "names, shapes, dtypes or ties of the tensors changed since they were bound; "
                 "a run keeps its layout, start a new one"
             )
         return self._layout
 
-    def _plan(self, source: Any) -> ShardLayout:
+    def _export(self, source: Any) -> "_Exported":
+        """Return what engines get of the tensors as they are now."""
         tensors, aliases = _collect(source)
+        exported = _Exported(tensors={}, aliases=aliases, as_they_are=set())
+        for name, tensor in tensors.items():
+            codes = None if self._quantise is None else self._quantise(name, tensor)
+            if codes is not None and name in aliases.values():
+                raise ValueError(
+                    f"tensor {name!r} is tied, its codes would have one name only; leave it out of "
+                    "what is quantised"
+                )
+            for part, item in ({name: tensor} if codes is None else codes).items():
+                if part in exported.tensors or (part != name and part in tensors):
+                    raise ValueError(f"quantising {name!r} gives {part!r}, which is there already")
+                exported.tensors[part] = item
+            exported.as_they_are.update(codes or ())
+        return exported
+
+    def _plan(self, exported: "_Exported") -> ShardLayout:
         return plan_layout(
-            ((name, self._word(name, item), tuple(item.shape)) for name, item in tensors.items()),
-            aliases=aliases,
+            (
+                (name, self._word(name, item, exported), tuple(item.shape))
+                for name, item in exported.tensors.items()
+            ),
+            aliases=exported.aliases,
             source_slot_id=self._slot,
         )
 
-    def _word(self, name: str, tensor: torch.Tensor) -> str:
-        if tensor.dtype.is_floating_point:
+    def _word(self, name: str, tensor: torch.Tensor, exported: "_Exported") -> str:
+        if tensor.dtype.is_floating_point and name not in exported.as_they_are:
             for pattern, word in self._wire_dtypes.items():
                 if fnmatchcase(name, pattern):
                     return word
         if tensor.dtype not in DTYPE_WORDS:
             raise ValueError(f"tensor {name!r} is {tensor.dtype}, which has no wire dtype")
         return DTYPE_WORDS[tensor.dtype]
-
-    def _copy_into(self, arena: Arena, layout: ShardLayout) -> None:
-        tensors, _ = _collect(self._bound)
-        whole = torch.frombuffer(arena.data, dtype=torch.uint8)
-        with torch.no_grad():
-            for item in layout.tensors:
-                raw = whole[item.offset : item.offset + item.num_bytes]
-                raw.view(WORD_DTYPES[item.dtype]).view(item.shape).copy_(tensors[item.name])
 
     def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
         buffers = self._guard.stage()
@@ -289,6 +318,25 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         if record.arena is not None:
             self._ring.drop(record.arena)
             record.arena = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Exported:
+    """What engines get: the bound tensors, or the codes and scales instead of them."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    as_they_are: set[str]
+    """Codes and scales, which are never cast."""
+
+
+def _copy_into(arena: Arena, layout: ShardLayout, exported: _Exported) -> None:
+    whole = torch.frombuffer(arena.data, dtype=torch.uint8)
+    with torch.no_grad():
+        for item in layout.tensors:
+            raw = whole[item.offset : item.offset + item.num_bytes]
+            placed = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
+            placed.copy_(exported.tensors[item.name])
 
 
 def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
