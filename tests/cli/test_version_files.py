@@ -149,3 +149,33 @@ def test_apply_refuses_files_with_checksums(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="carries checksums"):
         run("apply", tmp_path / "d", checked)
     assert checked.read_bytes() == before
+
+
+def test_canonical_deltas_are_written_and_read(tmp_path: Path) -> None:
+    """What stock receivers read goes out and comes in, proven against the base and its damage."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    folder = tmp_path / "c"
+    run("diff", v0, v1, "--write", folder, "--format", "canonical")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "model-00000-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    refused = CliRunner().invoke(versions, ["verify", str(folder)])
+    assert "add --base" in refused.output
+    assert "applies" in run("verify", folder, "--base", v0)
+    with pytest.raises(VerifyError, match="adler32"):
+        run("verify", folder, "--base", v1)
+    run("apply", folder, v0)
+    assert v0.read_bytes() == v1.read_bytes()
+    (folder / "model-00000-of-00001.safetensors").unlink()
+    with pytest.raises(VerifyError, match="is missing"):
+        run("verify", folder, "--base", v0)
+
+
+def test_equal_checkpoints_make_an_empty_canonical_delta(tmp_path: Path) -> None:
+    """No shard, an index of nothing, and it applies."""
+    (v0,) = checkpoints(tmp_path, 1)
+    run("diff", v0, v0, "--write", tmp_path / "c", "--format", "canonical")
+    before = v0.read_bytes()
+    assert "changed 0 elements" in run("apply", tmp_path / "c", v0)
+    assert v0.read_bytes() == before

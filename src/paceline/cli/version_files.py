@@ -5,10 +5,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from paceline.refit.inspection import HISTOGRAM_ULPS, TensorDiff
+
+if TYPE_CHECKING:
+    from paceline.refit.delta.codec import Tools
+    from paceline.refit.inspection import Version
 
 _FOLDER = click.Path(path_type=Path)
 _EXISTING = click.Path(path_type=Path, exists=True)
@@ -19,9 +24,19 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 @click.argument("base", type=_EXISTING)
 @click.argument("new", type=_EXISTING)
 @click.option("--write", "folder", type=_FOLDER, help="Write the delta as a version folder.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["paceline", "canonical"]),
+    default="paceline",
+    show_default=True,
+    help="Canonical is what ModelExpress receivers read from object storage.",
+)
 @click.option("--slot", "slot_id", default="file", show_default=True, help="Its source slot.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def diff(*, base: Path, new: Path, folder: Path | None, slot_id: str, as_json: bool) -> None:
+def diff(
+    *, base: Path, new: Path, folder: Path | None, form: str, slot_id: str, as_json: bool
+) -> None:
     """Show what changes from checkpoint BASE to checkpoint NEW, per layer and in each scheme."""
     from paceline.refit import inspection
     from paceline.refit.kernels.registry import process_tools
@@ -29,7 +44,11 @@ def diff(*, base: Path, new: Path, folder: Path | None, slot_id: str, as_json: b
     tools = process_tools()
     old, now = inspection.read_checkpoint(base), inspection.read_checkpoint(new)
     found = list(inspection.diff_checkpoints(old, now, tools=tools))
-    if folder is not None:
+    if folder is not None and form == "canonical":
+        inspection.write_canonical(
+            folder, old, now, version=new.stem or "new", base_version=base.stem or "base"
+        )
+    elif folder is not None:
         version = inspection.make_delta(old, now, slot_id=slot_id, tools=tools)
         inspection.write_version(folder, version)
     if as_json:
@@ -67,15 +86,16 @@ def compose(*, first: Path, second: Path, result: Path) -> None:
 def apply(*, version: Path, checkpoint: Path, dry_run: bool, as_json: bool) -> None:
     """Write version folder VERSION into the files of CHECKPOINT.
 
-    Everything is proven before and after. Whatever interrupts it, the files are the old version or
-    the new one; what a crash has left is taken back by the next call.
+    VERSION may be in the canonical format too. Everything is proven before and after. Whatever
+    interrupts it, the files are the old version or the new one; what a crash has left is taken
+    back by the next call.
     """
     from paceline.refit import inspection
     from paceline.refit.kernels.registry import process_tools
 
-    staged = inspection.apply_version(
-        inspection.read_version(version), checkpoint, tools=process_tools(), dry_run=dry_run
-    )
+    tools = process_tools()
+    found_version = _read(version, checkpoint, tools)
+    staged = inspection.apply_version(found_version, checkpoint, tools=tools, dry_run=dry_run)
     if as_json:
         found = {
             "checkpoint": str(checkpoint),
@@ -98,14 +118,24 @@ def verify_folder(folder: Path, *, base: Path | None, as_json: bool) -> None:
     from paceline.refit import inspection
     from paceline.refit.kernels.registry import process_tools
 
+    tools = process_tools()
     weights = None if base is None else inspection.read_checkpoint(base)
-    root = inspection.verify_version(
-        inspection.read_version(folder), base=weights, tools=process_tools()
-    )
+    root = inspection.verify_version(_read(folder, base, tools), base=weights, tools=tools)
     if as_json:
         click.echo(json.dumps({"version": str(folder), "ok": True, "root_digest": root}))
     else:
         click.echo(f"{'applies and leads to' if base else 'is whole; root digest'} {root}")
+
+
+def _read(folder: Path, base: Path | None, tools: "Tools") -> "Version":
+    """Read a version folder of either format; the canonical one says nothing without its base."""
+    from paceline.refit import inspection
+
+    if (folder / "manifest.json").exists() or not (folder / inspection.CANONICAL_INDEX).exists():
+        return inspection.read_version(folder)
+    if base is None:
+        raise click.UsageError(f"{folder} is in the canonical format: add --base CHECKPOINT")
+    return inspection.read_canonical(folder, inspection.read_checkpoint(base), tools=tools)
 
 
 def _layers(found: Sequence[TensorDiff]) -> dict[str, list[TensorDiff]]:

@@ -12,7 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from paceline.refit.apply import Checks, StagedInstall, stage_install, write_install
-from paceline.refit.delta.canonical import has_checksums, parse_full_shard, shard_names
+from paceline.refit.delta.canonical import (
+    decode_canonical,
+    delta_shard_name,
+    encode_canonical,
+    has_checksums,
+    parse_delta_index,
+    parse_delta_shard,
+    parse_full_shard,
+    render_delta_index,
+    render_delta_shard,
+    shard_names,
+    versions_of,
+)
 from paceline.refit.delta.codec import (
     Tools,
     compose_tensors,
@@ -40,6 +52,7 @@ Tensors = Mapping[str, TensorBuffer]
 Version = tuple[Manifest, Mapping[str, memoryview]]
 """A manifest and its objects by id."""
 
+CANONICAL_INDEX = "model.safetensors.index.json"
 _JOURNAL = ".{}.paceline-undo"
 HISTOGRAM_ULPS = (1, 2, 4, 8, 16, 127)
 """Upper ends of the classes of step sizes; a last class takes what is above."""
@@ -259,6 +272,59 @@ def read_version(folder: Path) -> Version:
             raise VerifyError(f"{folder}: object {item.object_id} is missing")
         objects[item.object_id] = memoryview(path.read_bytes())
     return manifest, objects
+
+
+def write_canonical(
+    folder: Path, base: Tensors, new: Tensors, *, version: str, base_version: str
+) -> None:
+    """Write a delta as stock receivers read it from object storage; the index comes last.
+
+    Raises:
+        VerifyError: names, dtypes or shapes differ.
+        FileExistsError: the folder is there.
+    """
+    _check_same_layout(base, new)
+    pairs = ((name, encode_canonical(base[name].data, new[name].data)) for name in sorted(new))
+    tensors = {name: item for name, item in pairs if item is not None}
+    shard = delta_shard_name(0, 1)
+    folder.mkdir(parents=True)
+    if tensors:
+        (folder / shard).write_bytes(render_delta_shard(tensors))
+    weight_map = dict.fromkeys(tensors, shard)
+    index = render_delta_index(weight_map, version=version, base_version=base_version)
+    (folder / CANONICAL_INDEX).write_bytes(index)
+
+
+def read_canonical(folder: Path, base: Tensors, *, tools: Tools) -> Version:
+    """Read a delta in the canonical format as one of ours; only ``base`` says what it is made of.
+
+    Raises:
+        VerifyError: it is damaged, or does not apply to ``base``. ParseError is one.
+    """
+    index = (folder / CANONICAL_INDEX).read_bytes()
+    version, base_version = versions_of(index)
+    weight_map = parse_delta_index(index, version=version, base_version=base_version)
+    _refuse_unknown(weight_map, base)
+    new = dict(base)
+    for shard in sorted(set(weight_map.values())):
+        names = [name for name, where in weight_map.items() if where == shard]
+        path = folder / shard
+        if not path.is_file():
+            raise VerifyError(f"{folder}: shard {shard} is missing")
+        found = parse_delta_shard(memoryview(_mapped(path, mmap.ACCESS_READ)), names)
+        for name, item in found.items():
+            after = bytearray(base[name].data)
+            for update in decode_canonical(item, base[name].data):
+                assert not isinstance(update.new, Steps)  # noqa: S101 - XOR gives whole words
+                after[update.part] = update.new.tobytes()
+            new[name] = replace(base[name], data=memoryview(after))
+    return make_delta(base, new, slot_id="canonical", tools=tools)
+
+
+def _refuse_unknown(weight_map: Mapping[str, str], base: Tensors) -> None:
+    unknown = sorted(weight_map.keys() - base.keys())
+    if unknown:
+        raise VerifyError(f"not in the checkpoint: {', '.join(unknown[:5])}")
 
 
 def entry_of(item: TensorBuffer) -> TensorEntry:

@@ -122,6 +122,19 @@ def render_full_shard(tensors: Mapping[str, FullTensor]) -> bytes:
     )
 
 
+def versions_of(index: bytes) -> tuple[str, str]:
+    """Return the version that a delta's index says it leads to, and the one that it applies to.
+
+    Raises:
+        ParseError: it says neither, so it is not the index of a delta.
+    """
+    metadata, _ = _parse_index(index)
+    version, base_version = metadata.get("version"), metadata.get("base_version")
+    if not isinstance(version, str) or not isinstance(base_version, str):
+        raise ParseError(ParseReason.MISSING_FIELD, "index.metadata", "version, base_version")
+    return version, base_version
+
+
 def parse_delta_index(data: bytes, *, version: str, base_version: str) -> dict[str, str]:
     """Return tensor -> shard of a delta. Raises ParseError if it is not of these versions."""
     metadata, weight_map = _parse_index(data)
