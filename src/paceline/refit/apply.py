@@ -9,7 +9,7 @@ that are replaced by full words are copied while they are written. Weights that 
 survive a crash too, if ``write_install`` is given a journal (``refit.journal``).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -404,24 +404,28 @@ def _write_tensor(
     for update in _updates(write, tools):
         here = write.live[update.part]
         if hasher is not None:
-            hasher.update(write.live[hashed : update.part.start])
+            hasher.update(write.live[hashed : update.part.start].data)
             hashed = update.part.stop
         if isinstance(update.new, Steps):
             done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
-            seen = None if hasher is None else hasher.update
+            seen = None if hasher is None else _hashing(hasher)
             tools.loops.add(update.new, here, kind_of(write.dtype), seen=seen)
             continue
         done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
         here[:] = update.new
         if hasher is not None:
-            hasher.update(here)
+            hasher.update(here.data)
         if goes_back:
             done[-1] = replace(done[-1], old=None)
     if hasher is None:
         return
-    hasher.update(write.live[hashed:])
+    hasher.update(write.live[hashed:].data)
     if hasher.hexdigest() != write.digest:
         raise VerifyError(f"tensor {write.name!r}: what was written does not have its digest")
+
+
+def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
+    return lambda words: hasher.update(words.data)
 
 
 def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:

@@ -28,7 +28,7 @@ from paceline.refit.delta.loops import (
 )
 from paceline.refit.delta.order import WordKind, Words, exponents
 from paceline.refit.delta.steps import ESCAPE, Steps, positions_of
-from paceline.refit.delta.stream import Cursor, expand, new_compressor
+from paceline.refit.delta.stream import Cursor, expand, new_compressor, new_expander
 from paceline.refit.errors import ParseError, ParseReason
 
 GROUPS_MAX: Final = 64
@@ -194,12 +194,13 @@ def _parse_streams(
     cursor: Cursor, head: tuple[int, int, int], sizes: list[_Sizes], kind: WordKind
 ) -> tuple[Words, list[Group]]:
     _, count, escape_frame = head
-    planes = _stream(cursor, escape_frame, count * kind.width)
+    reader = new_expander()
+    planes = _stream(cursor, escape_frame, count * kind.width, reader)
     escapes = np.ascontiguousarray(planes.reshape(kind.width, -1).T).reshape(-1)
     groups = [
         (
-            _stream(cursor, size.gap_frame, size.gap_bytes),
-            _stream(cursor, size.code_frame, size.codes),
+            _stream(cursor, size.gap_frame, size.gap_bytes, reader),
+            _stream(cursor, size.code_frame, size.codes, reader),
         )
         for size in sizes
     ]
@@ -207,10 +208,13 @@ def _parse_streams(
     return escapes.view(f"<u{kind.width}"), groups
 
 
-def _stream(cursor: Cursor, frame_bytes: int, size: int) -> Bytes:
+def _stream(
+    cursor: Cursor, frame_bytes: int, size: int, reader: zstandard.ZstdDecompressor
+) -> Bytes:
     frame = cursor.take(frame_bytes)
     if not size:
         if frame_bytes:
             raise ParseError(ParseReason.NOT_CANONICAL, cursor.where, "a frame of nothing")
         return np.empty(0, dtype=np.uint8)
-    return np.frombuffer(expand(frame, size=size, where=cursor.where), dtype=np.uint8)
+    data = expand(frame, size=size, where=cursor.where, reader=reader)
+    return np.frombuffer(data, dtype=np.uint8)

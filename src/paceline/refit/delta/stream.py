@@ -1,7 +1,6 @@
 """Compressed streams of known length, and a reader that never reads past its bytes."""
 
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -28,17 +27,29 @@ def new_compressor(level: int | None = None) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(level=level, write_content_size=True)
 
 
-def expand(frame: memoryview, *, size: int, where: str) -> bytes:
+def new_expander() -> zstandard.ZstdDecompressor:
+    """Return a decompressor of bounded memory; not shared between threads."""
+    return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+
+
+def expand(
+    frame: memoryview,
+    *,
+    size: int,
+    where: str,
+    reader: zstandard.ZstdDecompressor | None = None,
+) -> bytes:
     """Return the ``size`` bytes that one zstd frame holds.
 
-    The size that the frame declares is compared before anything is allocated.
+    Making a reader takes as long as a small frame: who has several frames passes one. The size
+    that the frame declares is compared before anything is allocated.
 
     Raises:
         ParseError: another size, damage, or bytes after the frame.
     """
     _check_declared(frame, size=size, where=where)
     try:
-        data = _decompressor().decompress(
+        data = (reader or new_expander()).decompress(
             frame, max_output_size=size, read_across_frames=False, allow_extra_data=False
         )
     except zstandard.ZstdError as exc:
@@ -89,18 +100,6 @@ def open_frame(frame: memoryview, *, size: int, where: str) -> Iterator[Callable
 
 _FEED_BYTES: Final = 512
 """A block of zstd takes 4 bytes and becomes 128 KiB at most: a bomb expands to 16 MiB, not more."""
-
-
-_OF_THREAD: Final = threading.local()
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """Return this thread's own: making one takes as long as a small frame."""
-    found: zstandard.ZstdDecompressor | None = getattr(_OF_THREAD, "decompressor", None)
-    if found is None:
-        found = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
-        _OF_THREAD.decompressor = found
-    return found
 
 
 def _check_declared(frame: memoryview, *, size: int, where: str) -> None:
