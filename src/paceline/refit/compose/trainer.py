@@ -24,7 +24,7 @@ from paceline.refit.transports.registry import OBJECT_SERVERS
 if TYPE_CHECKING:
     from paceline.refit.publisher import Publisher
     from paceline.refit.rollouts import RolloutClient
-    from paceline.refit.trainers.quantise import Quantise
+    from paceline.refit.trainers.protocol import Quantise
 
 log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from paceline.refit.model import (
     StagedWeightVersionShardData,
@@ -14,6 +15,10 @@ from paceline.refit.model import (
 
 if TYPE_CHECKING:
     import torch
+
+
+Quantise: TypeAlias = Callable[[str, Any], Mapping[str, Any] | None]
+"""Name and tensor -> the named tensors that engines serve instead; None: the tensor itself."""
 
 
 class NixlMetadataProvider(Protocol):

@@ -8,13 +8,12 @@ tensor itself.
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
 from paceline.refit.errors import StagingError
-
-Quantise: TypeAlias = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
+from paceline.refit.trainers.protocol import Quantise
 
 FP8_BLOCK: Final = 128
 """Rows and columns that share a scale in published fp8 checkpoints."""

@@ -41,8 +41,7 @@ from paceline.refit.staging.torch_bytes import (
     byte_view,
     is_host_block,
 )
-from paceline.refit.trainers.protocol import TrainerEngineAdapter
-from paceline.refit.trainers.quantise import Quantise
+from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
 
 
 @dataclass(slots=True, eq=False)
