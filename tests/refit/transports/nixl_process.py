@@ -2,8 +2,8 @@
 
 ``serve BYTES`` serves an object of so many patterned bytes; for each line on its input, which is
 ``withdraw`` or ``other``, it withdraws that object, or lets another one come and go.
-``read ENDPOINT BYTES TIMEOUT`` reads that object once per line and tells what came; with ``plan`` and
-``run`` in two steps.
+``read ENDPOINT BYTES TIMEOUT`` reads that object once per line and tells what came; with ``plan``
+and ``run`` in two steps.
 """
 
 # ruff: noqa: T201 - printing is how it answers

@@ -109,7 +109,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Process, Process]]:
 
 def expected() -> str:
     data = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def test_between_processes(ends: tuple[Process, Process]) -> None:
@@ -195,7 +195,7 @@ def test_agent_provides_what_the_trainer_contract_asks() -> None:
     assert provider.agent_name in after.decode("latin-1")
     assert len(after) > len(before)
     source = NixlObjectServer(found, HttpObjectServer(token=lambda: TOKEN))
-    source.serve_object("ab", [memoryview(arena.numpy()).cast("B")[100:300]])
+    source.serve_object("ab", [arena.numpy().data.cast("B")[100:300]])
     assert provider.nixl_metadata == after
     source.withdraw_object("ab")
     assert provider.nixl_metadata == after

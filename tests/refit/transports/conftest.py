@@ -1,0 +1,23 @@
+"""A disk that is soon full."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SMALL_DISK_BYTES = 4 * 2**20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MiB; mounting one is for root."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk is for root")
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(where)]
+    subprocess.run(mount, check=True)
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)  # noqa: S607 - the system's own
