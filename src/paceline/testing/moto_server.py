@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from paceline.refit.transports.objectstore.bucket import Bucket, BucketOptions
-
 ACCESS_KEY, SECRET_KEY, REGION = "testing", "testing-too", "us-east-1"
 
 
@@ -18,22 +16,19 @@ class S3:
     name: str
     """Of its one bucket."""
 
-    def bucket(self, prefix: str = "", *, retries: int = 1, timeout_s: float = 30.0) -> Bucket:
-        """Return a prefix of its bucket."""
-        return Bucket(
-            f"s3://{self.name}/{prefix}",
-            options=BucketOptions(
-                config={
-                    "endpoint": self.endpoint,
-                    "region": REGION,
-                    "access_key_id": ACCESS_KEY,
-                    "secret_access_key": SECRET_KEY,
-                },
-                allow_http=True,
-                request_timeout_s=timeout_s,
-                retries=retries,
-            ),
-        )
+    def url(self, prefix: str = "") -> str:
+        """Return the URL of a prefix of its bucket."""
+        return f"s3://{self.name}/{prefix}".rstrip("/")
+
+    @property
+    def config(self) -> dict[str, str]:
+        """How to get in, in obstore's words."""
+        return {
+            "endpoint": self.endpoint,
+            "region": REGION,
+            "access_key_id": ACCESS_KEY,
+            "secret_access_key": SECRET_KEY,
+        }
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""A disk that is soon full, and prefixes of a bucket on loopback."""
 
 import os
 import subprocess
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from paceline.refit.transports.objectstore.bucket import Bucket, BucketOptions
+from paceline.testing.moto_server import S3
 
 SMALL_DISK_BYTES = 4 * 2**20
 
@@ -21,3 +24,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(mount, check=True)
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)  # noqa: S607 - the system's own
+
+
+def bucket_of(s3: S3, prefix: str) -> Bucket:
+    """Return a prefix of the server's bucket."""
+    return Bucket(
+        s3.url(prefix), options=BucketOptions(config=s3.config, allow_http=True, retries=1)
+    )

@@ -17,7 +17,7 @@ from paceline.refit.transports.protocol import read_object
 from paceline.system import system_clock
 from paceline.testing.contracts.transport import Link, TransportContract
 from paceline.testing.moto_server import S3, serve_s3
-from refit.transports.conftest import SMALL_DISK_BYTES
+from refit.transports.conftest import SMALL_DISK_BYTES, bucket_of
 
 
 def link_of(bucket: Bucket) -> Link:
@@ -64,7 +64,7 @@ class TestS3(TransportContract):
         self.s3, self.prefix = s3, request.node.name
 
     def make(self) -> Link:
-        return link_of(self.s3.bucket(self.prefix))
+        return link_of(bucket_of(self.s3, self.prefix))
 
 
 DATA = bytes(range(256)) * 64
@@ -76,7 +76,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, s3: S3) -> Bucket:
         return Bucket("memory://here")
     if request.param == "folder":
         return Bucket(f"file://{tmp_path}/bucket")
-    return s3.bucket(request.node.name)
+    return bucket_of(s3, request.node.name)
 
 
 def test_keys_are_written_once(bucket: Bucket) -> None:
