@@ -87,6 +87,8 @@ def role_env(
         }
         if job.refit.link_mbps is not None:
             ours["PACELINE_LINK_MBPS"] = repr(job.refit.link_mbps)
+        if job.refit.bucket:
+            ours["PACELINE_BUCKET"] = job.refit.bucket
         if job.refit.anchor_every is not None:
             ours["PACELINE_ANCHOR_EVERY"] = str(job.refit.anchor_every)
     return {**role.env, **ours}

@@ -11,11 +11,17 @@ from paceline.core.clock import Clock
 from paceline.core.errors import UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.compose.data import (
+    DataPlane,
+    data_plane,
+    follow_bucket,
+    is_bucket,
+    open_reader,
+)
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
 from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
 from paceline.refit.generators.registry import ROLLOUT_ENGINES
-from paceline.refit.transports.registry import OBJECT_READERS
 
 if TYPE_CHECKING:
     from paceline.refit.receiver.loop import Receiver
@@ -33,7 +39,7 @@ class EngineServiceConfig:
 
     engine: EngineConfig
     control: str
-    """Address of the control service, ``host:port``."""
+    """Address of the control service, ``host:port``; or the URL of a bucket to follow instead."""
     model_name: str
     run_id: str
     engine_name: str = "transformers"
@@ -47,7 +53,8 @@ class EngineServiceConfig:
     """None: where PACELINE_CREDENTIALS points."""
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
-    transport: str = "http"
+    data: DataPlane | None = None
+    """What weights are read through; None: as the environment says."""
     allow_plaintext: bool = False
     control_call_s: float = 5.0
     """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
@@ -107,12 +114,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         # The port first: it is the cheapest thing that can be wrong.
         server = EngineServer(host=config.host, port=config.port, clock=clock)
         parts.callback(server.close, timeout_s=1)
-        control = connect_control(
-            config.control,
-            token=credentials.control_token,
-            timeout_s=config.control_call_s,
-            allow_plaintext=config.allow_plaintext,
-        )
+        control = _control_of(config, credentials.control_token)
         parts.callback(control.close)
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
         engine: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
@@ -143,6 +145,18 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         )
 
 
+def _control_of(config: EngineServiceConfig, token: str) -> ControlPlane:
+    if is_bucket(config.control):
+        plane = config.data or data_plane(system.environ(), run_id=config.run_id)
+        return follow_bucket(config.control, allow_http=plane.allow_http_bucket)
+    return connect_control(
+        config.control,
+        token=token,
+        timeout_s=config.control_call_s,
+        allow_plaintext=config.allow_plaintext,
+    )
+
+
 def _receiver_for(
     config: EngineServiceConfig,
     control: ControlPlane,
@@ -155,10 +169,10 @@ def _receiver_for(
     from paceline.refit.receiver.standing import StalenessBound
 
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
-    reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
-    reader = reader_class(token=lambda: credentials.data_token, clock=clock, chance=system.chance)
-    parts.callback(reader.close)
     name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+    plane = config.data or data_plane(system.environ(), run_id=config.run_id)
+    reader = open_reader(plane, token=lambda: credentials.data_token, name=f"{name}-sink")
+    parts.callback(reader.close)
     return Receiver(
         ReceiverConfig(
             worker_id=name,

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,13 +13,13 @@ from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.compose.data import DataPlane, data_plane, open_source
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.registry import TRAINER_ENGINES
-from paceline.refit.transports.registry import OBJECT_SERVERS
 
 if TYPE_CHECKING:
     from paceline.refit.publisher import Publisher
@@ -48,6 +48,8 @@ class RunSettings:
     """Megabits per second to the slowest engine; None: one machine or a fast network."""
     host: str = "127.0.0.1"
     """Where this process listens, and how others reach it."""
+    data: DataPlane = field(default_factory=DataPlane)
+    """What weights are served through."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
 
@@ -70,7 +72,7 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given)
+    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
 
 
 def _number(text: str) -> int:
@@ -179,8 +181,11 @@ class TrainerConnection:
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
         )
         trainer.bind_tensors(tensors)
-        server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
-        server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)
+        server = open_source(
+            self.settings.data,
+            token=lambda: self._credentials.data_token,
+            name=f"{self.worker_id}-source",
+        )
         self._parts.callback(server.close)
         return Publisher(
             control=self._control,

@@ -5,6 +5,7 @@ is not used again. Old versions leave when a newer full one makes them unnecessa
 memory comes back when no lease lives.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,9 @@ from paceline.refit.publisher.values import (
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
+from paceline.refit.transports.protocol import SupportsCommits
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _CALL_RETRY = RetryPolicy(attempts=1000, first_delay_s=0.2, delay_s_max=2.0, jitter=0.0)
@@ -350,6 +354,16 @@ class Publisher:
         state = self._persist(lambda: self._control.create_shard(shard)).state
         if state is not VersionState.READY:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
+        self._commit(version, shard)
+
+    def _commit(self, version: OwnVersion, shard: Shard) -> None:
+        """Tell those who only see the source; a failure is made up for by the next commit."""
+        if isinstance(self._source, SupportsCommits):
+            ready = self._persist(lambda: self._control.get_version(version.uid))
+            try:
+                self._source.commit_version(ready, [shard])
+            except PublishError as exc:
+                log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
 
     def _take_back(self, version: OwnVersion, cause: BaseException) -> None:
         """Undo a publication that failed.

@@ -1,35 +1,72 @@
-"""Getting a version's bytes: sizes are checked before memory is taken, hashes as bytes arrive."""
+"""Getting a version's bytes: sizes are checked before memory is taken, hashes as bytes arrive.
+
+A payload is fetched window by window. Within one, every piece is proven while the next travels.
+A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
+comes out is whole and proven, or an error: nobody sees anything in between.
+"""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
-from paceline.refit.errors import FetchError, VerifyError
+from paceline.core.clock import Clock
+from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX, parse_manifest
-from paceline.refit.manifest.payload import verify_chunk
-from paceline.refit.manifest.v1 import Manifest, PayloadObject
+from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard
-from paceline.refit.transports.protocol import ObjectRange, ObjectReader
+from paceline.refit.receiver.attempt import Attempt, Target, Tools
+from paceline.refit.receiver.pieces import Piece, pieces_of, windows_of
+from paceline.refit.receiver.spool import Spool
+from paceline.refit.receiver.watch import Watch, WatchRules
+from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
 T = TypeVar("T")
+
+TRUSTED_TRANSPORTS = frozenset({"nixl"})
+"""They run inside one trusted network only: content digests are proof enough there."""
+_CHECKERS_MAX = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    """Bounds of one fetch."""
+
+    read_timeout_s: float = 20.0
+    """For one manifest, and for each chunk or tensor to arrive."""
+    hedge_after_s: float = 3.0
+    """When nothing came from a source for so long, another one is asked for the same."""
+    window_bytes: int = 32 * 2**20
+    """Asked for at a time; up to twice this is held in memory."""
+    spool_dir: Path | None = None
+    """Where payloads above a window wait until they are proven; None is the system's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchParts:
+    """What a fetcher works with."""
+
+    clock: Clock
+    between_reads: Callable[[], None] = lambda: None
+    """Called before each read; what it raises ends the fetch."""
+    on_record: Callable[[TransferRecord], None] = lambda record: None
+    """Told of every run, good or bad."""
+    limits: FetchLimits = field(default_factory=FetchLimits)
 
 
 class Fetcher:
     """Reads manifests and objects from whichever source of a slot answers rightly."""
 
-    def __init__(
-        self, reader: ObjectReader, *, read_timeout_s: float, between_reads: Callable[[], None]
-    ) -> None:
-        """Take what is needed for every read.
-
-        Args:
-            reader: moves bytes; proves nothing.
-            read_timeout_s: for one manifest or one chunk.
-            between_reads: called before each read; what it raises ends the fetch.
-        """
+    def __init__(self, reader: ObjectReader, parts: FetchParts) -> None:
+        """Take the reader, which moves bytes and proves nothing."""
         self._reader = reader
-        self._read_timeout_s = read_timeout_s
-        self._between_reads = between_reads
+        self._parts = parts
+        self._limits = parts.limits
+        self._liars: set[str] = set()
+        """Endpoints that are not asked any more."""
 
     def fetch_manifest(self, sources: Sequence[Shard]) -> Manifest:
         """Return the manifest that the shards advertise.
@@ -43,64 +80,129 @@ class Fetcher:
             data = self._reader.read_manifest(
                 source.manifest_endpoint,
                 size_max=MANIFEST_BYTES_MAX,
-                timeout_s=self._read_timeout_s,
+                timeout_s=self._limits.read_timeout_s,
             )
             found = hashlib.sha256(data).hexdigest()
             if found != source.manifest_digest:
-                raise VerifyError(
+                raise LyingSourceError(
                     f"the manifest at {source.manifest_endpoint} has SHA-256 {found}, "
-                    f"advertised was {source.manifest_digest}"
+                    f"advertised was {source.manifest_digest}",
+                    source=source.manifest_endpoint,
                 )
             return parse_manifest(data)
 
-        return self._from_any(sources, read)
-
-    def fetch_objects(
-        self, manifest: Manifest, sources: Sequence[Shard], *, bytes_max: int
-    ) -> dict[str, memoryview]:
-        """Return every object of a manifest, whole and proven chunk by chunk.
-
-        Raises:
-            FetchError: no source gave a chunk.
-            VerifyError: the objects are larger than ``bytes_max``, or a chunk has another hash.
-        """
-        total = sum(item.num_bytes for item in manifest.objects)
-        if total > bytes_max:
-            raise VerifyError(f"the payload is {total} bytes; at most {bytes_max} can be right")
-        return {item.object_id: self._fetch_object(item, sources) for item in manifest.objects}
-
-    def _fetch_object(self, item: PayloadObject, sources: Sequence[Shard]) -> memoryview:
-        data = memoryview(bytearray(item.num_bytes))
-        for index, offset in enumerate(range(0, item.num_bytes, item.chunk_bytes)):
-            target = data[offset : offset + item.chunk_bytes]
-            wanted = ObjectRange(object_id=item.object_id, offset=offset, size=len(target))
-            self._fetch_chunk(item, index, wanted, target, sources)
-        return data.toreadonly()
-
-    def _fetch_chunk(
-        self,
-        item: PayloadObject,
-        index: int,
-        wanted: ObjectRange,
-        target: memoryview,
-        sources: Sequence[Shard],
-    ) -> None:
-        def read(source: Shard) -> None:
-            endpoint = self._reader.source_endpoint(source.manifest_endpoint)
-            self._reader.read_object(endpoint, wanted, target, timeout_s=self._read_timeout_s)
-            verify_chunk(item, index, target)
-
-        self._from_any(sources, read)
-
-    def _from_any(self, sources: Sequence[Shard], read: Callable[[Shard], T]) -> T:
-        """Return the first good answer; replicas of a slot are equal by digest."""
         problems: list[FetchError | VerifyError] = []
         for source in sources:
-            self._between_reads()
+            self._parts.between_reads()
             try:
                 return read(source)
             except (FetchError, VerifyError) as exc:
                 problems.append(exc)
-        if len(problems) == 1:
-            raise problems[0]
-        raise FetchError(f"no source answered rightly: {'; '.join(map(str, problems))}")
+        raise _one_of(problems)
+
+    def fetch_objects(
+        self, manifest: Manifest, sources: Sequence[Shard], *, bytes_max: int
+    ) -> dict[str, memoryview]:
+        """Return every object of a manifest, whole and proven piece by piece.
+
+        Raises:
+            FetchError: no source gave a piece, or there is no room for them.
+            VerifyError: the objects are larger than ``bytes_max``, or a piece has another hash.
+        """
+        total = sum(item.num_bytes for item in manifest.objects)
+        if total > bytes_max:
+            raise VerifyError(f"the payload is {total} bytes; at most {bytes_max} can be right")
+        spool = Spool(memory_bytes_max=self._limits.window_bytes, directory=self._limits.spool_dir)
+        objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
+        endpoints = self._endpoints(sources)
+        by_content = self._reader.transport in TRUSTED_TRANSPORTS
+        pieces = list(pieces_of(manifest, by_content=by_content))
+        with ThreadPoolExecutor(min(_CHECKERS_MAX, os.cpu_count() or 1)) as checker:
+            tools = Tools(
+                reader=self._reader,
+                clock=self._parts.clock,
+                checker=checker,
+                on_record=self._parts.on_record,
+            )
+            for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
+                self._fetch_window(tools, _targets(window, objects), endpoints)
+        return {object_id: data.toreadonly() for object_id, data in objects.items()}
+
+    def _endpoints(self, sources: Sequence[Shard]) -> Sequence[str]:
+        """Return where the sources serve; one that cannot be read from here is left out."""
+        found, problems = [], list[FetchError | VerifyError]()
+        for source in sources:
+            try:
+                found.append(self._reader.source_endpoint(source.manifest_endpoint))
+            except FetchError as exc:
+                problems.append(exc)
+        if not found:
+            raise _one_of(problems)
+        return found
+
+    def _fetch_window(
+        self, tools: Tools, targets: Mapping[int, Target], endpoints: Sequence[str]
+    ) -> None:
+        """Get a window from one source after another until nothing is missing."""
+        problems: list[FetchError | VerifyError] = []
+        left = dict(targets)
+        usable = [each for each in endpoints if each not in self._liars]
+        for index, endpoint in enumerate(usable):
+            self._parts.between_reads()
+            good, found = self._try(tools, left, endpoint, spare=usable[index + 1 :])
+            problems += found
+            left = {key: target for key, target in left.items() if key not in good}
+            if not left:
+                return
+        raise _one_of(problems)
+
+    def _try(
+        self,
+        tools: Tools,
+        targets: Mapping[int, Target],
+        endpoint: str,
+        *,
+        spare: Sequence[str],
+    ) -> tuple[set[int], Sequence[FetchError | VerifyError]]:
+        """Read from ``endpoint``, and from a spare one too if nothing comes for a while."""
+        attempt = Attempt(tools, endpoint, targets)
+        rules = WatchRules(
+            silence_s_max=self._limits.read_timeout_s,
+            hedge_after_s=self._limits.hedge_after_s,
+            timeout_s=self._limits.read_timeout_s * len(targets),
+            between_reads=self._parts.between_reads,
+        )
+        watch = Watch(tools, attempt, targets, spare=spare, rules=rules)
+        attempt.run(timeout_s=rules.timeout_s, is_cancelled=watch.is_over)
+        good = set(attempt.good)
+        attempts = [attempt]
+        for hedge in watch.hedges:
+            missing = [key for key in targets if key not in good]
+            good |= set(hedge.finish(missing if watch.stop is None else ()))
+            attempts.append(hedge.attempt)
+        if watch.stop is not None:
+            raise watch.stop
+        problems = [each.problem for each in attempts if each.problem is not None]
+        if not problems and len(good) < len(targets):
+            problems = [watch.silence(endpoint)]
+        self._liars |= {each.source for each in problems if isinstance(each, LyingSourceError)}
+        return good, problems
+
+
+def _targets(window: Sequence[Piece], objects: Mapping[str, memoryview]) -> dict[int, Target]:
+    return {
+        index: (
+            piece,
+            objects[piece.wanted.object_id][
+                piece.wanted.offset : piece.wanted.offset + piece.wanted.size
+            ],
+        )
+        for index, piece in enumerate(window)
+    }
+
+
+def _one_of(problems: Sequence[FetchError | VerifyError]) -> FetchError | VerifyError:
+    if len(problems) == 1:
+        return problems[0]
+    why = "; ".join(map(str, problems)) or "every source has lied before"
+    return FetchError(f"no source answered rightly: {why}")

@@ -1,7 +1,7 @@
 """Installing one version: everything is fetched and proven before the engine pauses."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from paceline.core.clock import Clock
 from paceline.refit.apply import (
@@ -17,9 +17,9 @@ from paceline.refit.generators.protocol import GeneratorEngineAdapter, Installed
 from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
-from paceline.refit.receiver.fetch import Fetcher
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
-from paceline.refit.transports.protocol import ObjectReader
+from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
 PAYLOAD_SLACK_BYTES = 2**20
 """Headers, alignment and the overhead of compression that found nothing to compress."""
@@ -32,6 +32,8 @@ class InstallLimits:
     lease_ttl_s: int = 60
     read_timeout_s: float = 20.0
     """For one manifest or one chunk of at most 64 MiB."""
+    fetch: FetchLimits = field(default_factory=FetchLimits)
+    """The rest of what bounds a fetch."""
     safe_point_timeout_s: float = 60.0
     whole_check_every: int = 1
     """Every so many installs all live bytes are hashed, before and after; between them only what
@@ -47,6 +49,8 @@ class Installed:
     """What every live tensor is now: the base of the next delta."""
     fetched_bytes: int
     pause_s: float
+    transfers: tuple[TransferRecord, ...] = ()
+    """Every run of a transport that the install took, also those that failed."""
 
 
 class Installer:
@@ -70,6 +74,7 @@ class Installer:
         self._limits = limits
         self._tools = process_tools()
         self._since_whole_check = 0
+        self._transfers: list[TransferRecord] = []
 
     def install(
         self,
@@ -91,6 +96,7 @@ class Installer:
             UncertainStateError: the live tensors are neither the old nor the new version.
         """
         said = require_description(version)
+        self._transfers = []
         with hold_lease(
             self._control,
             version_id=version.uid,
@@ -121,6 +127,7 @@ class Installer:
             entries={entry.name: entry for entry in staged.entries},
             fetched_bytes=fetched_bytes,
             pause_s=pause_s,
+            transfers=tuple(self._transfers),
         )
 
     def _stage(
@@ -133,7 +140,13 @@ class Installer:
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
         fetcher = Fetcher(
-            self._reader, read_timeout_s=self._limits.read_timeout_s, between_reads=keep_alive
+            self._reader,
+            FetchParts(
+                clock=self._clock,
+                between_reads=keep_alive,
+                on_record=self._transfers.append,
+                limits=replace(self._limits.fetch, read_timeout_s=self._limits.read_timeout_s),
+            ),
         )
         sources = self._control.list_shards(version.uid)
         slot_id = require_one_slot(version, sources)

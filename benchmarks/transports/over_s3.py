@@ -1,0 +1,4 @@
+"""x"""
+from bars import Bar
+def measure(n: int) -> list[Bar]:
+    return []
