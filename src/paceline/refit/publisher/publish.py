@@ -5,6 +5,7 @@ is not used again. Old versions leave when a newer full one makes them unnecessa
 memory comes back when no lease lives.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from paceline.refit.errors import (
     PublishError,
     StagingError,
 )
+from paceline.refit.manifest.signature import Statement
 from paceline.refit.model import (
     InstalledReport,
     Shard,
@@ -34,9 +36,11 @@ from paceline.refit.model import (
     VersionRequest,
     VersionState,
     WeightPayloadFormat,
+    WeightVersionShardManifest,
     WorkerRegistration,
     WorkerRole,
 )
+from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.values import (
     Notify,
@@ -45,11 +49,14 @@ from paceline.refit.publisher.values import (
     PublisherOptions,
     WeightSource,
     anchor_uid,
+    composed_uid,
     sequence_of,
     version_uid,
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _CALL_RETRY = RetryPolicy(attempts=1000, first_delay_s=0.2, delay_s_max=2.0, jitter=0.0)
@@ -103,6 +110,7 @@ class Publisher:
             worker_id=options.worker_id,
             clock=clock,
         )
+        self._composer = Composer()
         self._thread: threading.Thread | None = None
         self._next_sequence = 0
         self._head: OwnVersion | None = None
@@ -168,6 +176,7 @@ class Publisher:
         self._head = version
         self._needs_full = self._is_in_place
         anchor_id, anchor_error = self._anchor(version)
+        self._compose(version, anchor_id=anchor_id)
         self._shelf.retain(keep_old=self._options.keep_old)
         self._shelf.release()
         published = PublishedVersion(
@@ -332,7 +341,7 @@ class Publisher:
             raise
 
     def _advertise(self, version: OwnVersion) -> None:
-        manifest = version.staged.manifest
+        manifest = self._signed(version)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
@@ -350,6 +359,21 @@ class Publisher:
         state = self._persist(lambda: self._control.create_shard(shard)).state
         if state is not VersionState.READY:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
+
+    def _signed(self, version: OwnVersion) -> WeightVersionShardManifest:
+        """Return the manifest as it is served: with this run's signature, if it has a key."""
+        manifest, sign = version.staged.manifest, self._options.sign
+        if sign is None:
+            return manifest
+        said = version.description
+        statement = Statement(
+            run_id=said.run_id,
+            version_id=version.uid,
+            sequence=said.sequence,
+            root_digest=said.root_digest,
+            parent_root=said.parent_root,
+        )
+        return replace(manifest, data=sign(manifest.data, statement))
 
     def _take_back(self, version: OwnVersion, cause: BaseException) -> None:
         """Undo a publication that failed.
@@ -388,6 +412,29 @@ class Publisher:
             return None, str(exc)
         self._needs_anchor = False
         return anchor.uid, None
+
+    def _compose(self, version: OwnVersion, *, anchor_id: str | None) -> None:
+        """Publish one delta from the newest full version; a failure costs late joiners bytes."""
+        if not self._options.compose:
+            return
+        if version.is_full or anchor_id is not None:
+            self._composer.start_from(anchor_id or version.uid, version.description)
+            return
+        made = self._composer.extend(version, transport=self._source.transport)
+        if made is None:
+            return
+        said = version.description
+        uid = composed_uid(version.uid, base_sequence=made.base.sequence)
+        own = self._version(uid, made.staged, sequence=said.sequence, step=said.step)
+        own.is_composed = True
+        own.base_version_id = made.base_uid
+        own.description = replace(own.description, parent_root=made.base.root_digest)
+        try:
+            self._bring_out(own)
+        except (PublishError, ControlError) as exc:
+            log.warning("version %s has no composed delta: %s", version.uid, exc)
+            return
+        self._shelf.retire_composed(below=said.sequence)
 
     def _is_installed(self, head: OwnVersion) -> bool:
         model_name = self._options.model_name

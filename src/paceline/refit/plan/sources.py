@@ -1,0 +1,245 @@
+"""From whom to read which chunk next: decided from what others say and what was measured.
+
+How a payload spreads. Whoever fetches a version says so, and serves every chunk on from the
+moment that it has proven it. Those of one region that serve are a group, and each chunk has one
+of them as its owner, in turn by their names. Only the owner fetches it from far away (the
+trainer, or another region); everybody else waits for it to appear nearby. So each byte comes
+into a region about once, every member is a root for its own chunks and a leaf for the others,
+and all uplinks work at the same time. With nobody nearby, everything is one's own.
+
+What holds when somebody fails. Nothing here is a promise of anybody: owners are computed anew
+for every read from whoever is there now. If nothing arrives for a while the next in turn may
+fetch a chunk as well, then the one after, so that an owner that hangs, dies or lies costs a
+pause and not the version. Reads that take far too long are doubled elsewhere.
+
+Chunks are bits of an integer, the payload's first chunk the lowest.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Somebody who says that it has chunks, and is neither blamed nor resting."""
+
+    worker_id: str
+    chunks: int
+    region: str = ""
+    is_origin: bool = False
+    """The trainer or an object store: has everything, and everybody's eyes on it."""
+    load: int = 0
+    """Reads of others that it answers, as it says."""
+    rate: float | None = None
+    """Bytes per second of one read, as measured here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A read under way."""
+
+    chunk: int
+    worker_id: str
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What to read next, and from whom."""
+
+    chunk: int
+    worker_id: str
+    is_hedge: bool = False
+    """The same chunk is under way from a slower source; whoever is first wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPolicy:
+    """How many reads at a time, and when to stop waiting for others."""
+
+    reads_max: int = 6
+    far_reads_max: int = 4
+    """Of these, from far away; shared among the group, so that chunks arrive one by one."""
+    per_source_max: int = 2
+    """From one neighbour."""
+    patience_s: float = 1.0
+    """Without progress before the next in turn may fetch what is another's to fetch."""
+    hedge_after_s: float = 3.0
+    """A read younger than this is never doubled."""
+    hedge_factor: float = 4.0
+    """Nor one that has not taken so many times what its source should need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchState:
+    """One reader's view at one moment."""
+
+    worker_id: str
+    num_chunks: int
+    have: int
+    sources: tuple[Source, ...]
+    members: tuple[str, ...] = ()
+    """Who of one's own region fetches this and serves on, sorted; with oneself if one does."""
+    region: str = ""
+    flights: tuple[Flight, ...] = ()
+    stalled_s: float = 0.0
+    """Since a chunk was proven last."""
+    chunk_bytes: int = 4 * 2**20
+    policy: ReadPolicy = field(default_factory=ReadPolicy)
+
+    @property
+    def missing(self) -> int:
+        """Chunks that are neither here nor on their way."""
+        flying = mask_of(flight.chunk for flight in self.flights)
+        return all_chunks(self.num_chunks) & ~self.have & ~flying
+
+
+def choose_read(state: FetchState) -> Read | None:
+    """Return the next read to start, or None while the ones under way and others must get on."""
+    if len(state.flights) >= state.policy.reads_max:
+        return None
+    return _near_read(state) or _far_read(state) or _hedge(state)
+
+
+def all_chunks(count: int) -> int:
+    """Return the set of the first ``count`` chunks."""
+    return (1 << count) - 1
+
+
+def mask_of(chunks: Iterable[int]) -> int:
+    """Return a set of chunks."""
+    found = 0
+    for chunk in chunks:
+        found |= 1 << chunk
+    return found
+
+
+def owned_chunks(members: Sequence[str], worker_id: str, *, num_chunks: int, also: int = 0) -> int:
+    """Return the chunks whose turn it is for a worker to bring into its region.
+
+    Args:
+        members: sorted; every chunk is owned by exactly one of them.
+        worker_id: whose; nothing if it is not a member.
+        num_chunks: of the payload.
+        also: how many owners before it in turn it stands in for.
+    """
+    if worker_id not in members:
+        return 0
+    count, at = len(members), members.index(worker_id)
+    found = 0
+    for back in range(min(also + 1, count)):
+        found |= _every(count, (at - back) % count, num_chunks)
+    return found
+
+
+def _near_read(state: FetchState) -> Read | None:
+    near = [source for source in state.sources if _is_near(source, state)]
+    return _first(state, near, state.missing, per_source=state.policy.per_source_max)
+
+
+def _far_read(state: FetchState) -> Read | None:
+    far = [source for source in state.sources if not _is_near(source, state)]
+    active = _active(state)
+    under_way = sum(active.get(source.worker_id, 0) for source in far)
+    group = max(1, len(state.members))
+    limit = max(1, state.policy.far_reads_max // group)
+    if under_way >= limit:
+        return None
+    return _first(state, far, state.missing & _may_go_far(state), per_source=limit)
+
+
+def _may_go_far(state: FetchState) -> int:
+    """Return the chunks that this reader may fetch from far away now."""
+    everything = all_chunks(state.num_chunks)
+    turns = int(state.stalled_s / state.policy.patience_s)
+    others = [name for name in state.members if name != state.worker_id]
+    if not others or turns > len(others):
+        return everything
+    nearby = 0
+    for source in state.sources:
+        if _is_near(source, state):
+            nearby |= source.chunks
+    if state.worker_id not in state.members:
+        return everything & ~nearby if turns else 0
+    owned = owned_chunks(
+        state.members, state.worker_id, num_chunks=state.num_chunks, also=turns
+    )
+    return owned & ~nearby
+
+
+def _first(
+    state: FetchState, sources: Sequence[Source], wanted: int, *, per_source: int
+) -> Read | None:
+    """Return a read of a wanted chunk from the best source that has one and is not too busy."""
+    active = _active(state)
+    for source in sorted(sources, key=lambda each: _rank(each, sources, state, active)):
+        offered = source.chunks & wanted
+        if offered and active.get(source.worker_id, 0) < per_source:
+            return Read(chunk=_pick(offered, state), worker_id=source.worker_id)
+    return None
+
+
+def _rank(
+    source: Source, among: Sequence[Source], state: FetchState, active: dict[str, int]
+) -> tuple[float, int]:
+    """Smaller is better: what it should give per second, then neighbours in turn.
+
+    Whoever was never measured counts as the fastest, so that it is tried.
+    """
+    known = [each.rate for each in among if each.rate is not None]
+    rate = source.rate if source.rate is not None else max(known, default=1.0)
+    busy = active.get(source.worker_id, 0) + source.load + 1
+    order = sorted({state.worker_id, *(each.worker_id for each in among)})
+    turn = (order.index(source.worker_id) - order.index(state.worker_id)) % len(order)
+    return -rate / busy, turn
+
+
+def _pick(offered: int, state: FetchState) -> int:
+    """Return one of the chunks, each member of a group beginning at another place."""
+    start = 0
+    if state.worker_id in state.members:
+        at = state.members.index(state.worker_id)
+        start = at * state.num_chunks // len(state.members)
+    later = offered >> start << start
+    found = later or offered
+    return (found & -found).bit_length() - 1
+
+
+def _hedge(state: FetchState) -> Read | None:
+    """Return a second read of a chunk that takes far too long, if somebody else has it."""
+    rates = {source.worker_id: source.rate for source in state.sources}
+    twice = {flight.chunk for flight in state.flights if _count(state, flight.chunk) > 1}
+    for flight in sorted(state.flights, key=lambda each: -each.elapsed_s):
+        rate = rates.get(flight.worker_id)
+        due_s = state.policy.hedge_factor * state.chunk_bytes / rate if rate else 0.0
+        if flight.chunk in twice or flight.elapsed_s <= max(state.policy.hedge_after_s, due_s):
+            continue
+        others = [each for each in state.sources if each.worker_id != flight.worker_id]
+        for is_near in (True, False):
+            group = [each for each in others if _is_near(each, state) is is_near]
+            read = _first(state, group, 1 << flight.chunk, per_source=state.policy.reads_max)
+            if read is not None:
+                return Read(chunk=read.chunk, worker_id=read.worker_id, is_hedge=True)
+    return None
+
+
+def _is_near(source: Source, state: FetchState) -> bool:
+    return not source.is_origin and source.region == state.region
+
+
+def _active(state: FetchState) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for flight in state.flights:
+        found[flight.worker_id] = found.get(flight.worker_id, 0) + 1
+    return found
+
+
+def _count(state: FetchState, chunk: int) -> int:
+    return sum(flight.chunk == chunk for flight in state.flights)
+
+
+@lru_cache(maxsize=256)
+def _every(step: int, first: int, count: int) -> int:
+    """Return the chunks ``first``, ``first + step`` and so on below ``count``."""
+    return mask_of(range(first, count, step))
