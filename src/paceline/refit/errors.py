@@ -3,6 +3,7 @@
 from enum import StrEnum
 
 from paceline.core.errors import ExitStatus, PacelineError, UsageError
+from paceline.refit.model import ObjectRange
 
 
 class RefitError(PacelineError):
@@ -20,11 +21,34 @@ class StagingError(PublishError):
 
 
 class FetchError(RefitError):
-    """Bytes did not arrive; another source or a later try may help. Nothing was changed."""
+    """Bytes did not arrive; another source or a later try may help. Nothing was changed.
+
+    ``source`` and ``wanted`` say whose fault it was and what is missing, where that is known.
+    """
+
+    def __init__(
+        self, message: str, *, source: str = "", wanted: ObjectRange | None = None
+    ) -> None:
+        super().__init__(message)
+        self.source = source
+        self.wanted = wanted
+
+
+class TransferCancelledError(RefitError):
+    """Whoever ordered a transfer ended it; nobody is to blame, and nothing was changed."""
 
 
 class VerifyError(RefitError):
     """Bytes are not what the manifest says. Nothing was changed; the source is to be avoided."""
+
+
+class LyingSourceError(VerifyError):
+    """A source sent bytes that are not what they should be: avoid it, ask another for the range."""
+
+    def __init__(self, message: str, *, source: str, wanted: ObjectRange | None = None) -> None:
+        super().__init__(message)
+        self.source = source
+        self.wanted = wanted
 
 
 class ApplyError(RefitError):

@@ -299,6 +299,18 @@ class Tombstone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectRange:
+    """Bytes ``offset`` (inclusive) to ``offset + size`` (exclusive) of one payload object."""
+
+    object_id: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"bytes {self.offset}-{self.offset + self.size} of object {self.object_id[:12]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
     """One tensor of a version: its identity in the root digest."""
 

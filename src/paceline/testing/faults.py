@@ -8,23 +8,41 @@ from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import FetchError
-from paceline.refit.transports.protocol import ObjectRange, ObjectReader
+from paceline.refit.model import ObjectRange
+from paceline.refit.transports.partwise import PartwiseRead
+from paceline.refit.transports.protocol import ObjectReader, Part, ReadPlan, Terms, read_parts
+from paceline.testing.clock import FakeClock
 
 _CONNECT_TIMEOUT_S = 5.0
 _IO_TIMEOUT_S = 10.0
 
 
 class _ReaderWrapper:
-    """Passes everything on."""
+    """Passes everything on, part by part."""
 
-    def __init__(self, inner: ObjectReader) -> None:
+    def __init__(self, inner: ObjectReader, *, clock: Clock | None = None) -> None:
         self._inner = inner
+        self._clock = clock or FakeClock()
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
-        """Fill ``target`` from the source."""
-        self._inner.read_object(endpoint, wanted, target, timeout_s=timeout_s)
+    @property
+    def transport(self) -> str:
+        """That of the reader inside."""
+        return self._inner.transport
+
+    def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
+        """Plan to read part after part through ``read_part``."""
+
+        def read(part: Part, left_s: float) -> int:
+            self.read_part(endpoint, part, timeout_s=left_s)
+            return 0
+
+        return PartwiseRead(
+            read, transport=self.transport, source=endpoint, parts=parts, clock=self._clock
+        )
+
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
+        """Fill one part from the source."""
+        read_parts(self._inner, endpoint, [part], Terms(timeout_s=timeout_s))
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Return a manifest."""
@@ -46,16 +64,16 @@ class TruncatingReader(_ReaderWrapper):
         super().__init__(inner)
         self._keep = keep
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
         """Read less than was asked for, and say so."""
+        wanted = part.wanted
         if wanted.size <= self._keep:
-            super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
+            super().read_part(endpoint, part, timeout_s=timeout_s)
             return
-        part = ObjectRange(object_id=wanted.object_id, offset=wanted.offset, size=self._keep)
-        super().read_object(endpoint, part, target[: self._keep], timeout_s=timeout_s)
-        raise FetchError(f"{endpoint}: cut after {self._keep} bytes")
+        some = ObjectRange(object_id=wanted.object_id, offset=wanted.offset, size=self._keep)
+        head = Part(wanted=some, target=part.target[: self._keep])
+        super().read_part(endpoint, head, timeout_s=timeout_s)
+        raise FetchError(f"{endpoint}: cut after {self._keep} bytes", source=endpoint)
 
 
 class CorruptingReader(_ReaderWrapper):
@@ -66,14 +84,12 @@ class CorruptingReader(_ReaderWrapper):
         self._at = at
         self._in_manifests = in_manifests
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
         """Read, then damage."""
-        super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
-        index = self._at - wanted.offset
-        if 0 <= index < wanted.size:
-            target[index] ^= 1
+        super().read_part(endpoint, part, timeout_s=timeout_s)
+        index = self._at - part.wanted.offset
+        if 0 <= index < part.wanted.size:
+            part.target[index] ^= 1
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Read, then damage if asked to."""
@@ -90,12 +106,10 @@ class FlakyReader(_ReaderWrapper):
         super().__init__(inner)
         self._left = failures
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
         """Fail or read."""
         self._maybe_fail()
-        super().read_object(endpoint, wanted, target, timeout_s=timeout_s)
+        super().read_part(endpoint, part, timeout_s=timeout_s)
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Fail or read."""
@@ -112,18 +126,15 @@ class SlowReader(_ReaderWrapper):
     """Takes ``delay_s`` of the clock for every read; past the deadline it fails."""
 
     def __init__(self, inner: ObjectReader, *, clock: Clock, delay_s: float) -> None:
-        super().__init__(inner)
-        self._clock = clock
+        super().__init__(inner, clock=clock)
         self._delay_s = delay_s
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
         """Wait, then read."""
         self._clock.sleep(min(self._delay_s, timeout_s))
         if self._delay_s >= timeout_s:
-            raise FetchError(f"{endpoint}: not done after {timeout_s:g} s")
-        super().read_object(endpoint, wanted, target, timeout_s=timeout_s - self._delay_s)
+            raise FetchError(f"{endpoint}: not done after {timeout_s:g} s", source=endpoint)
+        super().read_part(endpoint, part, timeout_s=timeout_s - self._delay_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

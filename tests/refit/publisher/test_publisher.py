@@ -24,6 +24,7 @@ from paceline.refit.manifest.payload import verify_object
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import (
     InstalledReport,
+    ObjectRange,
     TensorBuffer,
     TrainerStagingMode,
     WeightPayloadFormat,
@@ -36,7 +37,7 @@ from paceline.refit.trainers.torch_module import TorchModuleTrainer
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
-from paceline.refit.transports.protocol import ObjectRange
+from paceline.refit.transports.protocol import read_object
 from paceline.telemetry.events import EVENT_FIELDS
 from paceline.testing.clock import FakeClock
 from paceline.testing.fakes.control_plane import FakeControlPlane
@@ -107,7 +108,7 @@ class World:
         target = bytearray(item.num_bytes)
         wanted = ObjectRange(object_id=item.object_id, offset=0, size=item.num_bytes)
         endpoint = reader.source_endpoint(shard.manifest_endpoint)
-        reader.read_object(endpoint, wanted, memoryview(target), timeout_s=1)
+        read_object(reader, endpoint, wanted, memoryview(target), timeout_s=1)
         return manifest, bytes(target)
 
     def proves(self, uid: str) -> bool:
@@ -531,7 +532,7 @@ def test_over_http() -> None:
         (item,) = manifest.objects
         target = bytearray(item.num_bytes)
         wanted = ObjectRange(object_id=item.object_id, offset=0, size=item.num_bytes)
-        reader.read_object(source.endpoint, wanted, memoryview(target), timeout_s=5)
+        read_object(reader, source.endpoint, wanted, memoryview(target), timeout_s=5)
         verify_object(item, memoryview(target))
         assert manifest.root_digest == found.root_digest
     with pytest.raises(FetchError, match="not served"):

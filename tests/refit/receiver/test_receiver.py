@@ -22,7 +22,7 @@ from paceline.refit.model import (
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.receiver.standing import StalenessBound
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
-from paceline.refit.transports.protocol import ObjectReader
+from paceline.refit.transports.protocol import ObjectReader, Part
 from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.clock import FakeClock
@@ -434,9 +434,9 @@ class TestControlServiceAway:
         world.publish(0)
 
         class Cutting(SlowReader):
-            def read_object(self, *args: Any, **kwargs: Any) -> None:
+            def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
                 world.line.dead = {"acquire_lease", "register_worker"}
-                super().read_object(*args, **kwargs)
+                super().read_part(endpoint, part, timeout_s=timeout_s)
 
         reader = Cutting(MemoryObjectReader(), clock=world.clock, delay_s=15)
         engine, receiver = world.join("gen-1", reader)

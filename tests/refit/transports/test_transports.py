@@ -12,11 +12,12 @@ from paceline.core.errors import PreflightError
 from paceline.core.registry import load_entry
 from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError, StagingError
+from paceline.refit.model import ObjectRange
 from paceline.refit.staging.shelf import ObjectShelf
-from paceline.refit.transports.http.reader import HttpObjectReader
+from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer, HttpServerOptions
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
-from paceline.refit.transports.protocol import ObjectRange
+from paceline.refit.transports.protocol import read_object
 from paceline.refit.transports.registry import OBJECT_READERS, OBJECT_SERVERS
 from paceline.testing.clock import FakeClock
 from paceline.testing.contracts.transport import Link, TransportContract
@@ -38,7 +39,7 @@ def reader_of(clock: FakeClock | None = None, *, token: str = TOKEN) -> HttpObje
         token=lambda: token,
         clock=clock or FakeClock(),
         chance=lambda: 0.5,
-        retry=RetryPolicy(attempts=3),
+        options=HttpReaderOptions(retry=RetryPolicy(attempts=3)),
     )
 
 
@@ -74,7 +75,7 @@ def reader() -> Iterator[HttpObjectReader]:
 def fetch(reader: HttpObjectReader, endpoint: str, *, timeout_s: float = 10.0) -> bytes:
     target = bytearray(len(DATA))
     wanted = ObjectRange(object_id="ab", offset=0, size=len(DATA))
-    reader.read_object(endpoint, wanted, memoryview(target), timeout_s=timeout_s)
+    read_object(reader, endpoint, wanted, memoryview(target), timeout_s=timeout_s)
     return bytes(target)
 
 
@@ -256,7 +257,7 @@ def test_lies_are_refused(name: str) -> None:
     reader = reader_of()
     wanted = ObjectRange(object_id="ab", offset=0, size=4)
     with pytest.raises(FetchError):
-        reader.read_object(endpoint, wanted, memoryview(bytearray(4)), timeout_s=5)
+        read_object(reader, endpoint, wanted, memoryview(bytearray(4)), timeout_s=5)
     thread.join(5)
     listener.close()
 
@@ -270,7 +271,7 @@ def test_busy_and_garbage_are_tried_again() -> None:
     )
     reader, target = reader_of(), bytearray(4)
     wanted = ObjectRange(object_id="ab", offset=0, size=4)
-    reader.read_object(endpoint, wanted, memoryview(target), timeout_s=5)
+    read_object(reader, endpoint, wanted, memoryview(target), timeout_s=5)
     thread.join(5)
     listener.close()
     reader.close()
@@ -359,7 +360,7 @@ def test_faults_do_what_they_say() -> None:
     def read(
         reader: TruncatingReader | CorruptingReader | FlakyReader | SlowReader, timeout_s: float = 9
     ) -> bytes:
-        reader.read_object(server.endpoint, wanted, memoryview(target), timeout_s=timeout_s)
+        read_object(reader, server.endpoint, wanted, memoryview(target), timeout_s=timeout_s)
         return bytes(target)
 
     with pytest.raises(FetchError, match="after 2"):

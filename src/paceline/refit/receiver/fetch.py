@@ -8,8 +8,8 @@ from paceline.refit.errors import FetchError, VerifyError
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX, parse_manifest
 from paceline.refit.manifest.payload import verify_chunk
 from paceline.refit.manifest.v1 import Manifest, PayloadObject
-from paceline.refit.model import Shard
-from paceline.refit.transports.protocol import ObjectRange, ObjectReader
+from paceline.refit.model import ObjectRange, Shard
+from paceline.refit.transports.protocol import ObjectReader, read_object
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Fetcher:
     ) -> None:
         def read(source: Shard) -> None:
             endpoint = self._reader.source_endpoint(source.manifest_endpoint)
-            self._reader.read_object(endpoint, wanted, target, timeout_s=self._read_timeout_s)
+            read_object(self._reader, endpoint, wanted, target, timeout_s=self._read_timeout_s)
             verify_chunk(item, index, target)
 
         self._from_any(sources, read)

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from urllib.parse import quote, unquote
 from weakref import WeakValueDictionary
 
+from paceline.core.clock import Clock
 from paceline.refit.errors import FetchError
-from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.model import ObjectRange, WeightVersionShardManifest
 from paceline.refit.staging.shelf import ManifestShelf, ObjectShelf
-from paceline.refit.transports.protocol import ObjectRange
+from paceline.refit.transports.partwise import PartwiseRead
+from paceline.refit.transports.protocol import Part, ReadPlan
 
 _PATIENCE_S = 5.0
 _servers: WeakValueDictionary[str, "MemoryObjectServer"] = WeakValueDictionary()
@@ -64,9 +66,9 @@ class MemoryObjectServer:
         """Copy a range for a reader. Raises FetchError."""
         with self._objects.reading(wanted.object_id) as held:
             if held is None or not self._is_open:
-                raise FetchError(f"object {wanted.object_id[:12]} is not served here any more")
+                raise _refusal(self._endpoint, wanted, "it is not served here any more")
             if wanted.offset + wanted.size > held.num_bytes:
-                raise FetchError(f"object {wanted.object_id[:12]} has {held.num_bytes} bytes only")
+                raise _refusal(self._endpoint, wanted, f"it has {held.num_bytes} bytes only")
             filled = 0
             for piece in held.pieces(wanted.offset, wanted.size):
                 target[filled : filled + len(piece)] = piece
@@ -83,13 +85,26 @@ class MemoryObjectServer:
 class MemoryObjectReader:
     """Reads from any MemoryObjectServer of this process."""
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
-        """Fill ``target``. Raises FetchError."""
-        if len(target) != wanted.size:
-            raise ValueError(f"target has {len(target)} bytes, the range {wanted.size}")
-        _server(endpoint).copy_range(wanted, target)
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        """Set up; without a clock the records say that no time passed."""
+        self._clock = clock or _Timeless()
+
+    @property
+    def transport(self) -> str:
+        """The name this transport is registered under."""
+        return "memory"
+
+    def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
+        """Plan without I/O."""
+
+        def read(part: Part, left_s: float) -> int:
+            server = _server(endpoint, part.wanted)
+            server.copy_range(part.wanted, part.target)
+            return 0
+
+        return PartwiseRead(
+            read, transport="memory", source=endpoint, parts=parts, clock=self._clock
+        )
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Return a manifest. Raises FetchError."""
@@ -109,9 +124,26 @@ class MemoryObjectReader:
         """Nothing to give back."""
 
 
-def _server(endpoint: str) -> MemoryObjectServer:
+class _Timeless:
+    """A clock of a place where nothing takes time."""
+
+    def time(self) -> float:
+        return 0.0
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Return at once."""
+
+
+def _refusal(endpoint: str, wanted: ObjectRange, why: str) -> FetchError:
+    return FetchError(f"{wanted} at {endpoint}: {why}", source=endpoint, wanted=wanted)
+
+
+def _server(endpoint: str, wanted: ObjectRange | None = None) -> MemoryObjectServer:
     with _servers_lock:
         found = _servers.get(endpoint)
     if found is None:
-        raise FetchError(f"nobody serves at {endpoint}")
+        raise FetchError(f"nobody serves at {endpoint}", source=endpoint, wanted=wanted)
     return found

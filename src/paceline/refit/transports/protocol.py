@@ -3,20 +3,100 @@
 An object is one immutable byte string with an id that is a digest of its content. Which bytes
 of which object are needed is the plan's business; a transport only moves them. It verifies
 nothing beyond lengths: the receiver checks hashes, whoever the source was.
+
+A source is registered once: ``serve_object`` makes staged buffers readable where they lie, and
+``publish_manifest`` returns the address that readers are told. Reading is planned once and run as
+often as wanted: ``plan_read`` finds out where the bytes are and pins the caller's buffers,
+``ReadPlan.run`` moves them. Whoever needs several sources makes a plan for each.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from paceline.refit.model import ObjectRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A range of an object, and the buffer of the caller's that it goes to."""
+
+    wanted: ObjectRange
+    target: memoryview
+    """Writable, flat, exactly ``wanted.size`` bytes."""
+
+    def __post_init__(self) -> None:
+        if self.target.nbytes != self.wanted.size:
+            raise ValueError(f"target has {self.target.nbytes} bytes, the range {self.wanted.size}")
+
+
+def _never() -> bool:
+    return False
+
+
+def _ignore(index: int) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectRange:
-    """Bytes ``offset`` (inclusive) to ``offset + size`` (exclusive) of one object."""
+class Terms:
+    """How long one run may take, who may end it, and who is told of progress."""
 
-    object_id: str
-    offset: int
-    size: int
+    timeout_s: float
+    """For the whole run."""
+    is_cancelled: Callable[[], bool] = _never
+    """Asked often; once it says yes the run ends soon, and writes nothing after it has ended."""
+    on_part: Callable[[int], None] = _ignore
+    """Told the index of each part whose bytes are all there, once, from any thread. What it was
+    told stays true if the run fails later. It must be quick and not raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRecord:
+    """What one run did: a line of the report."""
+
+    transport: str
+    source: str
+    num_bytes: int
+    seconds: float
+    retries: int = 0
+    """How often the transfer was cut or refused and taken up again."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by the transport's own words, such as ``plan`` and ``move``."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0 where no time passed."""
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+class ReadPlan(Protocol):
+    """Parts of one source, ready to be moved. One run at a time; close it when done."""
+
+    @property
+    def source(self) -> str:
+        """The endpoint that the bytes come from."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        ...
+
+    def run(self, terms: Terms) -> TransferRecord:
+        """Fill every part's target; may be run again, for instance when targets are reused.
+
+        Raises:
+            FetchError: the source is gone, does not have an object, sent too little or too much,
+                or the time passed; it names source and range. Targets of parts that were not told
+                of may then hold anything.
+            TransferCancelledError: ``is_cancelled`` said so.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the buffers go; idempotent, and never while a run is going on."""
+        ...
 
 
 class ObjectServer(Protocol):
@@ -33,15 +113,22 @@ class ObjectServer(Protocol):
         ...
 
     def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
-        """Make the concatenation of ``parts`` readable, without copying it.
+        """Make the concatenation of ``parts`` readable, without copying it where that is possible.
 
         The buffers must not change or go away until ``withdraw_object`` returned. Idempotent
         for the same id.
+
+        Raises:
+            PublishError: it cannot be made readable; nothing is left behind.
         """
         ...
 
     def withdraw_object(self, object_id: str) -> None:
-        """Stop serving; returns when no reader is inside the buffers. Idempotent."""
+        """Stop serving; returns when no reader is inside the buffers. Idempotent.
+
+        Only when no lease lives: where readers read memory one-sidedly, the leases alone say
+        whether one is inside.
+        """
         ...
 
     def close(self) -> None:
@@ -50,16 +137,22 @@ class ObjectServer(Protocol):
 
 
 class ObjectReader(Protocol):
-    """The reading side of one transport."""
+    """The reading side of one transport. Safe from several threads."""
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
-        """Fill ``target`` (exactly ``wanted.size`` bytes) from the source at ``endpoint``.
+    @property
+    def transport(self) -> str:
+        """The name this transport is registered under."""
+        ...
+
+    def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
+        """Find out how the parts are read from the source at ``endpoint``; moves none of them.
+
+        Parts may be of several objects. Ranges that follow one another in one object, in the
+        order given, are moved together.
 
         Raises:
-            FetchError: the source is gone, does not have the object, sent too little or too
-                much, or ``timeout_s`` passed. ``target`` may then hold anything.
+            FetchError: the source does not answer in time or does not have an object. A transport
+                that needs to ask nothing leaves that to the run.
         """
         ...
 
@@ -68,9 +161,37 @@ class ObjectReader(Protocol):
         ...
 
     def source_endpoint(self, address: str) -> str:
-        """Return the ``endpoint`` of the object server behind a manifest address; no I/O."""
+        """Return the ``endpoint`` of the object server behind a manifest address; no I/O.
+
+        Raises:
+            FetchError: this transport does not read there.
+        """
         ...
 
     def close(self) -> None:
         """Give connections back; idempotent."""
         ...
+
+
+def read_parts(
+    reader: ObjectReader, endpoint: str, parts: Sequence[Part], terms: Terms
+) -> TransferRecord:
+    """Plan and run once; see ``plan_read`` and ``run`` for what is raised."""
+    plan = reader.plan_read(endpoint, parts, timeout_s=terms.timeout_s)
+    try:
+        return plan.run(terms)
+    finally:
+        plan.close()
+
+
+def read_object(
+    reader: ObjectReader,
+    endpoint: str,
+    wanted: ObjectRange,
+    target: memoryview,
+    *,
+    timeout_s: float,
+) -> TransferRecord:
+    """Read one range into ``target``. Raises FetchError."""
+    part = Part(wanted=wanted, target=target)
+    return read_parts(reader, endpoint, [part], Terms(timeout_s=timeout_s))

@@ -8,10 +8,17 @@ from typing import Protocol
 
 import pytest
 
-from paceline.refit.errors import FetchError, PublishError
-from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.errors import FetchError, PublishError, TransferCancelledError
+from paceline.refit.model import ObjectRange, WeightVersionShardManifest
 from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
-from paceline.refit.transports.protocol import ObjectRange, ObjectReader, ObjectServer
+from paceline.refit.transports.protocol import (
+    ObjectReader,
+    ObjectServer,
+    Part,
+    Terms,
+    read_object,
+    read_parts,
+)
 
 TIMEOUT_S = 10.0
 PARTS = (b"", b"0123456789", b"a", bytes(range(256)) * 1000, b"")
@@ -54,8 +61,8 @@ class TransportContract(ABC):
         """Read a range into a fresh buffer."""
         target = bytearray(size)
         wanted = ObjectRange(object_id=object_id, offset=offset, size=size)
-        link.reader.read_object(
-            link.server.endpoint, wanted, memoryview(target), timeout_s=TIMEOUT_S
+        read_object(
+            link.reader, link.server.endpoint, wanted, memoryview(target), timeout_s=TIMEOUT_S
         )
         return bytes(target)
 
@@ -79,8 +86,12 @@ class TransportContract(ABC):
         """A target that is not as long as the range is our mistake, found before any I/O."""
         wanted = ObjectRange(object_id=self.serve(link), offset=0, size=3)
         with pytest.raises(ValueError, match="target"):
-            link.reader.read_object(
-                link.server.endpoint, wanted, memoryview(bytearray(2)), timeout_s=TIMEOUT_S
+            read_object(
+                link.reader,
+                link.server.endpoint,
+                wanted,
+                memoryview(bytearray(2)),
+                timeout_s=TIMEOUT_S,
             )
 
     def test_unknown_object(self, link: Link) -> None:
@@ -120,6 +131,66 @@ class TransportContract(ABC):
             thread.join(TIMEOUT_S)
         assert found == {offset: WHOLE[offset : offset + 100_000] for offset in found}
         assert len(found) == len(threads)
+
+    def parts(self, *ranges: tuple[str, int, int]) -> list[Part]:
+        """Fresh buffers for (object, offset, size)."""
+        return [
+            Part(
+                wanted=ObjectRange(object_id=object_id, offset=offset, size=size),
+                target=memoryview(bytearray(size)),
+            )
+            for object_id, offset, size in ranges
+        ]
+
+    def test_one_plan_of_many_parts(self, link: Link) -> None:
+        """Parts of several objects, next to each other or not, all arrive, each told of once."""
+        self.serve(link)
+        link.server.serve_object("cd34", [memoryview(b"another")])
+        parts = self.parts(
+            ("ab12", 0, 5), ("ab12", 5, 9), ("cd34", 2, 3), ("ab12", 14, 0), ("ab12", 1000, 90_000)
+        )
+        told: list[int] = []
+        terms = Terms(timeout_s=TIMEOUT_S, on_part=told.append)
+        record = read_parts(link.reader, link.server.endpoint, parts, terms)
+        expected = [WHOLE[:5], WHOLE[5:14], b"oth", b"", WHOLE[1000:91_000]]
+        assert [bytes(part.target) for part in parts] == expected
+        assert sorted(told) == [0, 1, 2, 3, 4]
+        assert record.num_bytes == 90_017
+        assert record.source == link.server.endpoint
+        assert record.transport == link.reader.transport
+        assert record.seconds >= 0
+        assert record.retries == 0
+
+    def test_a_plan_runs_again(self, link: Link) -> None:
+        """What is planned once may run as often as wanted, into the same buffers."""
+        object_id = self.serve(link)
+        parts = self.parts((object_id, 3, 4000))
+        plan = link.reader.plan_read(link.server.endpoint, parts, timeout_s=TIMEOUT_S)
+        for _ in range(3):
+            parts[0].target[:] = bytes(4000)
+            plan.run(Terms(timeout_s=TIMEOUT_S))
+            assert bytes(parts[0].target) == WHOLE[3:4003]
+        plan.close()
+        plan.close()
+
+    def test_errors_name_source_and_range(self, link: Link) -> None:
+        """Whoever picks sources learns from the error which one failed, and what is missing."""
+        object_id = self.serve(link)
+        parts = self.parts((object_id, 0, 9), ("00", 4, 6))
+        with pytest.raises(FetchError) as caught:
+            read_parts(link.reader, link.server.endpoint, parts, Terms(timeout_s=TIMEOUT_S))
+        assert caught.value.source == link.server.endpoint
+        assert caught.value.wanted == parts[1].wanted
+
+    def test_cancelled(self, link: Link) -> None:
+        """A run that nobody wants any more ends, blames nobody, and leaves the rest alone."""
+        object_id = self.serve(link)
+        parts = self.parts((object_id, 0, 9), (object_id, 100, 5))
+        terms = Terms(timeout_s=TIMEOUT_S, is_cancelled=lambda: True)
+        with pytest.raises(TransferCancelledError):
+            read_parts(link.reader, link.server.endpoint, parts, terms)
+        assert bytes(parts[1].target) == bytes(5)
+        assert self.read(link, object_id, 0, 4) == WHOLE[:4]
 
     def manifest(self, data: bytes = b"{}") -> WeightVersionShardManifest:
         """A manifest of any content."""

@@ -1,43 +1,54 @@
-"""Ranges over HTTP straight into the caller's buffer, resumed from the byte reached."""
+"""Ranges over HTTP straight into the caller's buffers, resumed from the byte reached."""
 
 import http.client
-import re
-import socket
+import ssl
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError
-from paceline.refit.transports.http.address import object_path, split_address
-from paceline.refit.transports.protocol import ObjectRange
+from paceline.refit.model import ObjectRange
+from paceline.refit.transports.address import object_path, split_address
+from paceline.refit.transports.http.connection import (
+    Connection,
+    Patience,
+    TryAgainError,
+    announced_length,
+    expect_range,
+    expect_status,
+    tls_context,
+)
+from paceline.refit.transports.http.run import Cursor, Share, shares_of
+from paceline.refit.transports.protocol import Part, ReadPlan, Terms, TransferRecord
 
-_IO_TIMEOUT_S = 30.0
-_IDLE_MAX = 4
-"""Kept connections per endpoint."""
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
-_BUSY = frozenset({408, 429, 500, 502, 503, 504})
+_KEPT_MAX = 8
+"""Idle connections per endpoint."""
+_RECEIVE_BYTES = 2**20
+_SHARE_BYTES_MIN = 4 * 2**20
+"""Less than this is not worth a further stream."""
 _T = TypeVar("_T")
 
 
-class _TryAgainError(Exception):
-    """This answer is worth another try."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpReaderOptions:
+    """How a reader behaves towards sources."""
 
-
-@dataclass(slots=True)
-class _Progress:
-    """How much of the target is filled; survives a cut."""
-
-    filled: int = 0
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    """How often a cut or refused transfer is taken up again within one call."""
+    streams: int = 1
+    """Connections that share one run; more help where one does not fill the link."""
+    trusted: bytes | None = None
+    """PEM certificates of the authorities that https:// sources are checked with; None trusts
+    those of the system."""
 
 
 class HttpObjectReader:
     """Reads from HttpObjectServer, or any server that keeps RFC 9110's rules for ranges.
 
-    Safe from several threads; each read in progress has a connection of its own.
+    Safe from several threads; each read in progress has connections of its own.
     """
 
     def __init__(
@@ -46,7 +57,7 @@ class HttpObjectReader:
         token: Callable[[], str],
         clock: Clock,
         chance: Callable[[], float],
-        retry: RetryPolicy | None = None,
+        options: HttpReaderOptions | None = None,
     ) -> None:
         """Set up without I/O.
 
@@ -54,49 +65,46 @@ class HttpObjectReader:
             token: returns what to present; asked for every request.
             clock: for deadlines and waits.
             chance: random number in [0, 1) for the jitter of waits.
-            retry: how often a cut or refused transfer is taken up again within one call.
+            options: streams, retries, trust.
         """
+        self.options = options or HttpReaderOptions()
+        self.clock = clock
         self._token = token
-        self._clock = clock
         self._chance = chance
-        self._retry = retry or RetryPolicy()
-        self._idle: dict[str, list[_Connection]] = {}
+        self._tls = tls_context(self.options.trusted)
+        self._idle: dict[str, list[Connection]] = {}
         self._lock = threading.Lock()
 
-    def read_object(
-        self, endpoint: str, wanted: ObjectRange, target: memoryview, *, timeout_s: float
-    ) -> None:
-        """Fill ``target`` with the range; a cut transfer goes on where it was cut.
+    @property
+    def transport(self) -> str:
+        """The name this transport is registered under."""
+        return "http"
 
-        Raises:
-            FetchError: see the port.
-        """
-        if len(target) != wanted.size:
-            raise ValueError(f"target has {len(target)} bytes, the range {wanted.size}")
-        progress = _Progress()
-
-        def attempt(deadline: float) -> None:
-            while progress.filled < wanted.size:
-                self._read_on(endpoint, wanted, target, progress, deadline=deadline)
-
-        what = f"object {wanted.object_id[:12]} from {endpoint}"
-        self._persist(attempt, what=what, timeout_s=timeout_s)
+    def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
+        """Cut the parts into one share per stream; no I/O."""
+        size = sum(part.wanted.size for part in parts)
+        streams = max(1, min(self.options.streams, size // _SHARE_BYTES_MIN))
+        return _HttpRead(self, endpoint, shares_of(parts, streams), size)
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Return the manifest at an address. Raises FetchError."""
         endpoint, path = self._split(address)
 
-        def attempt(deadline: float) -> bytes:
-            with _Exchange(self, endpoint, path, {}, deadline) as answer:
-                _expect(answer, 200)
-                size = _length(answer)
+        def attempt(patience: Patience) -> bytes:
+            with _Exchange(self, endpoint, path, {}, patience) as exchange:
+                expect_status(exchange.answer, 200)
+                size = announced_length(exchange.answer)
                 if size > size_max:
                     raise FetchError(f"the manifest has {size} bytes, over {size_max}")
                 data = bytearray(size)
-                _fill(answer, memoryview(data), _Progress())
+                wanted = ObjectRange(object_id="manifest", offset=0, size=size)
+                part = Part(wanted=wanted, target=memoryview(data))
+                exchange.fill(Cursor([(0, part)]), lambda index: None)
                 return bytes(data)
 
-        return self._persist(attempt, what=f"manifest at {address}", timeout_s=timeout_s)
+        terms = Terms(timeout_s=timeout_s)
+        what = f"manifest at {address}"
+        return self.persist(attempt, what=what, source=endpoint, terms=terms)[0]
 
     def source_endpoint(self, address: str) -> str:
         """Return the endpoint behind a manifest address; no I/O. Raises FetchError."""
@@ -111,86 +119,177 @@ class HttpObjectReader:
             connection.close()
 
     def open_request(
-        self, endpoint: str, path: str, headers: dict[str, str], deadline: float
-    ) -> "tuple[_Connection, http.client.HTTPResponse]":
+        self, endpoint: str, path: str, headers: dict[str, str], patience: Patience
+    ) -> tuple[Connection, http.client.HTTPResponse]:
         """Send a request over a kept connection, or over a new one if that was closed."""
         sent = {"Authorization": f"Bearer {self._token()}", **headers}
         kept = self._take_idle(endpoint)
         if kept is not None:
             try:
-                return kept, kept.ask(path, sent, deadline)
+                return kept, kept.ask(path, sent, patience)
             except (OSError, http.client.HTTPException):
                 # The server may close an idle connection at any time; that is not a failure.
                 kept.close()
-        fresh = _Connection(endpoint, self._clock)
+        fresh = Connection(endpoint, tls=self._tls)
         try:
-            return fresh, fresh.ask(path, sent, deadline)
+            return fresh, fresh.ask(path, sent, patience)
         except BaseException:
             fresh.close()
             raise
 
-    def give_back(self, endpoint: str, connection: "_Connection") -> None:
+    def give_back(self, endpoint: str, connection: Connection) -> None:
         """Keep a connection whose answer was read to the end."""
         with self._lock:
             kept = self._idle.setdefault(endpoint, [])
-            if len(kept) < _IDLE_MAX:
+            if len(kept) < _KEPT_MAX:
                 kept.append(connection)
                 return
         connection.close()
 
-    def _take_idle(self, endpoint: str) -> "_Connection | None":
-        with self._lock:
-            kept = self._idle.get(endpoint)
-            return kept.pop() if kept else None
-
-    def _read_on(
-        self,
-        endpoint: str,
-        wanted: ObjectRange,
-        target: memoryview,
-        progress: _Progress,
-        *,
-        deadline: float,
-    ) -> None:
-        """Ask for what is missing and read until it is there or the transfer breaks."""
-        start, stop = wanted.offset + progress.filled, wanted.offset + wanted.size
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        path = object_path(wanted.object_id)
-        with _Exchange(self, endpoint, path, headers, deadline) as answer:
-            _expect(answer, 206)
-            found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-            if found is None or (int(found[1]), int(found[2]) + 1) != (start, stop):
-                raise FetchError(f"answered another range than {start}-{stop - 1}")
-            if _length(answer) != stop - start:
-                raise FetchError(f"announced {_length(answer)} bytes instead of {stop - start}")
-            _fill(answer, target, progress)
-
-    def _persist(self, attempt: Callable[[float], _T], *, what: str, timeout_s: float) -> _T:
-        """Try until it works, the policy gives up, or the deadline passes."""
-        deadline = self._clock.monotonic() + timeout_s
+    def persist(
+        self, attempt: Callable[[Patience], _T], *, what: str, source: str, terms: Terms
+    ) -> tuple[_T, int]:
+        """Try until it works, the policy gives up, or the deadline passes; count the retries."""
+        patience = Patience(
+            clock=self.clock,
+            deadline=self.clock.monotonic() + terms.timeout_s,
+            is_cancelled=terms.is_cancelled,
+        )
         failures = 0
         while True:
             try:
-                return attempt(deadline)
+                return attempt(patience), failures
             except FetchError as exc:
-                raise FetchError(f"{what}: {exc}") from exc
-            except (OSError, http.client.HTTPException, _TryAgainError) as exc:
+                raise FetchError(f"{what}: {exc}", source=source) from exc
+            except ssl.SSLCertVerificationError as exc:
+                raise FetchError(
+                    f"{what}: its certificate is not trusted here ({exc.verify_message}); check "
+                    "that both are of one run, and that the clocks agree",
+                    source=source,
+                ) from exc
+            except (OSError, http.client.HTTPException, TryAgainError) as exc:
                 failures += 1
-                delay_s = self._retry.delay_s(failures, chance=self._chance())
-                left_s = deadline - self._clock.monotonic()
-                if delay_s is None or delay_s >= left_s:
+                delay_s = self.options.retry.delay_s(failures, chance=self._chance())
+                if delay_s is None or delay_s >= patience.deadline - self.clock.monotonic():
                     why = str(exc) or type(exc).__name__
                     raise FetchError(
                         f"{what}: {why}; gave up after {failures} tries, "
-                        "try another source or later"
+                        "try another source or later",
+                        source=source,
                     ) from exc
-                self._clock.sleep(delay_s)
+                self.clock.sleep(delay_s)
+
+    def _take_idle(self, endpoint: str) -> Connection | None:
+        with self._lock:
+            kept = self._idle.get(endpoint)
+            return kept.pop() if kept else None
 
     def _split(self, address: str) -> tuple[str, str]:
         try:
             return split_address(address)
         except ValueError as exc:
             raise FetchError(str(exc)) from exc
+
+
+class _HttpRead:
+    """Signs ReadPlan."""
+
+    def __init__(
+        self, reader: HttpObjectReader, endpoint: str, shares: Sequence[Share], num_bytes: int
+    ) -> None:
+        self._reader = reader
+        self._endpoint = endpoint
+        self._shares = shares
+        self._num_bytes = num_bytes
+
+    @property
+    def source(self) -> str:
+        return self._endpoint
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def run(self, terms: Terms) -> TransferRecord:
+        """Move every share over a connection of its own; the first failure ends the others."""
+        started = self._reader.clock.monotonic()
+        retries, failures = [0] * len(self._shares), list[BaseException]()
+        failed = threading.Event()
+
+        def move(index: int) -> None:
+            try:
+                retries[index] = self._move(
+                    self._shares[index],
+                    Terms(
+                        timeout_s=terms.timeout_s,
+                        is_cancelled=lambda: failed.is_set() or terms.is_cancelled(),
+                        on_part=terms.on_part,
+                    ),
+                )
+            except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
+                failures.append(exc)
+                failed.set()
+
+        threads = [
+            threading.Thread(target=move, args=(index,), name="paceline-http", daemon=True)
+            for index in range(1, len(self._shares))
+        ]
+        for thread in threads:
+            thread.start()
+        if self._shares:
+            move(0)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        seconds = self._reader.clock.monotonic() - started
+        return TransferRecord(
+            transport="http",
+            source=self._endpoint,
+            num_bytes=self._num_bytes,
+            seconds=seconds,
+            retries=sum(retries),
+            stages={"move": seconds},
+        )
+
+    def close(self) -> None:
+        """Nothing is held between runs."""
+
+    def _move(self, share: Share, terms: Terms) -> int:
+        """Move one share and return how often it had to be taken up again."""
+        retries, deadline = 0, self._reader.clock.monotonic() + terms.timeout_s
+        for run in share:
+            cursor = Cursor(run)
+            for index in cursor.start():
+                terms.on_part(index)
+
+            def attempt(patience: Patience, cursor: Cursor = cursor) -> None:
+                while cursor.left:
+                    self._read_on(cursor, patience, terms.on_part)
+
+            left_s = deadline - self._reader.clock.monotonic()
+            try:
+                _, again = self._reader.persist(
+                    attempt,
+                    what=f"{cursor.missing} from {self._endpoint}",
+                    source=self._endpoint,
+                    terms=Terms(timeout_s=left_s, is_cancelled=terms.is_cancelled),
+                )
+            except FetchError as exc:
+                exc.wanted = cursor.missing
+                raise
+            retries += again
+        return retries
+
+    def _read_on(self, cursor: Cursor, patience: Patience, on_part: Callable[[int], None]) -> None:
+        """Ask for what is missing and read until it is there or the transfer breaks."""
+        missing = cursor.missing
+        start, stop = missing.offset, missing.offset + missing.size
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        path = object_path(missing.object_id)
+        with _Exchange(self._reader, self._endpoint, path, headers, patience) as exchange:
+            expect_range(exchange.answer, start, stop)
+            exchange.fill(cursor, on_part)
 
 
 class _Exchange:
@@ -202,94 +301,32 @@ class _Exchange:
         endpoint: str,
         path: str,
         headers: dict[str, str],
-        deadline: float,
+        patience: Patience,
     ) -> None:
         self._reader = reader
         self._endpoint = endpoint
-        self._connection, self._answer = reader.open_request(endpoint, path, headers, deadline)
+        self._connection, self.answer = reader.open_request(endpoint, path, headers, patience)
+        self._is_whole = False
 
-    def __enter__(self) -> http.client.HTTPResponse:
-        return self._answer
+    def fill(self, cursor: Cursor, on_part: Callable[[int], None]) -> None:
+        """Read the body, which is as long as what the cursor misses. Raises TryAgainError."""
+        # Not readinto: it reports nothing of what it read before a cut.
+        body = self.answer.fp
+        while cursor.left:
+            count = body.readinto1(cursor.room(_RECEIVE_BYTES))
+            if not count:
+                raise TryAgainError(f"cut {cursor.left} bytes before the end")
+            for index in cursor.advance(count):
+                on_part(index)
+        self._is_whole = True
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None and self._answer.isclosed() and not self._answer.will_close:
+        will_close = self.answer.will_close
+        self.answer.close()
+        if kind is None and self._is_whole and not will_close:
             self._reader.give_back(self._endpoint, self._connection)
         else:
-            self._answer.close()
             self._connection.close()
-
-
-class _DeadlineSocket(socket.socket):
-    """A socket whose every receive is bounded by one deadline for all of them.
-
-    A timeout alone would start anew with every byte of a peer that drips.
-    """
-
-    def __init__(self, connected: socket.socket, left_s: Callable[[], float]) -> None:
-        super().__init__(fileno=connected.detach())
-        self._left_s = left_s
-
-    def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self.settimeout(self._left_s())
-        return super().recv_into(*args, **kwargs)
-
-
-class _Connection(http.client.HTTPConnection):
-    """One kept-alive connection."""
-
-    def __init__(self, endpoint: str, clock: Clock) -> None:
-        parts = urlsplit(endpoint)
-        if parts.scheme != "http" or not parts.hostname:
-            raise FetchError(f"{endpoint!r} is not an http:// endpoint")
-        super().__init__(parts.hostname, parts.port)
-        self._clock = clock
-        self._deadline = 0.0
-
-    def connect(self) -> None:
-        self.timeout = self._left_s()
-        super().connect()
-        self.sock = _DeadlineSocket(self.sock, self._left_s)
-
-    def ask(self, path: str, headers: dict[str, str], deadline: float) -> http.client.HTTPResponse:
-        """Send a GET and return the answer's head."""
-        self._deadline = deadline
-        if self.sock is not None:
-            self.sock.settimeout(self._left_s())
-        self.request("GET", path, headers=headers)
-        return self.getresponse()
-
-    def _left_s(self) -> float:
-        left_s = self._deadline - self._clock.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the deadline passed")
-        return min(left_s, _IO_TIMEOUT_S)
-
-
-def _expect(answer: http.client.HTTPResponse, status: int) -> None:
-    if answer.status == status:
-        return
-    if answer.status in _BUSY:
-        raise _TryAgainError(f"answered {answer.status}")
-    hints = {
-        401: "the token is missing or wrong",
-        404: "it is not served there any more",
-        416: "it has fewer bytes than that",
-    }
-    raise FetchError(f"answered {answer.status}: {hints.get(answer.status, 'not as asked')}")
-
-
-def _length(answer: http.client.HTTPResponse) -> int:
-    text = answer.headers.get("Content-Length", "")
-    if not text.isdecimal() or "Transfer-Encoding" in answer.headers:
-        raise FetchError("did not announce a length")
-    return int(text)
-
-
-def _fill(answer: http.client.HTTPResponse, target: memoryview, progress: _Progress) -> None:
-    while progress.filled < len(target):
-        count = answer.readinto(target[progress.filled : progress.filled + 2**16])
-        if not count:
-            raise _TryAgainError(f"cut after {progress.filled} of {len(target)} bytes")
-        progress.filled += count
-    if not answer.isclosed():
-        answer.read(0)

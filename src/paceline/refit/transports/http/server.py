@@ -1,4 +1,4 @@
-"""Objects and manifests over HTTP/1.1: ranges, keep-alive, a bearer token, no copies.
+"""Objects and manifests over HTTP/1.1: ranges, keep-alive, TLS, a bearer token, no copies.
 
 The standard library's threading server sends straight out of staged buffers. Every way a
 peer can be slow or rude is bounded: connections, time per read, time per megabyte sent.
@@ -8,19 +8,21 @@ import errno
 import hmac
 import re
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 
 from paceline.core.errors import PreflightError
 from paceline.refit.model import WeightVersionShardManifest
 from paceline.refit.staging.shelf import HeldObject, ManifestShelf, ObjectShelf
-from paceline.refit.transports.http.address import (
+from paceline.refit.transports.address import (
     ManifestPath,
     ObjectPath,
     manifest_path,
@@ -43,6 +45,16 @@ class HttpServerOptions:
     """Further ones are answered 503."""
     withdraw_patience_s: float = 10.0
     """How long readers may finish when an object goes; then they are cut."""
+    tls: "HttpTlsFiles | None" = None
+    """What to prove the server's name with; None serves in plain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpTlsFiles:
+    """A certificate chain and its private key, as PEM; read again when they are replaced."""
+
+    certificate: Path
+    key: Path
 
 
 class HttpObjectServer:
@@ -65,7 +77,7 @@ class HttpObjectServer:
             options: limits.
 
         Raises:
-            PreflightError: the address cannot be listened on.
+            PreflightError: the address cannot be listened on, or the certificate is unfit.
         """
         self.objects = ObjectShelf()
         self.manifests = ManifestShelf()
@@ -74,7 +86,8 @@ class HttpObjectServer:
         self._listener = _listen(self, host, port)
         name = self.options.advertise_host or host
         shown = f"[{name}]" if ":" in name else name
-        self._endpoint = f"http://{shown}:{self._listener.server_address[1]}"
+        scheme = "https" if self.options.tls else "http"
+        self._endpoint = f"{scheme}://{shown}:{self._listener.server_address[1]}"
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
             kwargs={"poll_interval": 0.05},
@@ -144,11 +157,22 @@ class _Listener(ThreadingHTTPServer):
         self._lock = threading.Lock()
         if ":" in host:
             self.address_family = socket.AF_INET6
+        files = owner.options.tls
+        self._certificate = None if files is None else _Certificate(files)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         # HTTPServer's own also asks the name service for a name that nothing here uses.
         TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        if self._certificate is not None:
+            # The handshake waits for the peer: that is for the connection's own thread.
+            connection = self._certificate.context().wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -180,6 +204,8 @@ class _Listener(ThreadingHTTPServer):
     def _refuse(self, request: socket.socket) -> None:
         request.settimeout(1.0)
         try:
+            if isinstance(request, ssl.SSLSocket):
+                request.do_handshake()
             request.sendall(
                 b"HTTP/1.1 503 Service Unavailable\r\n"
                 b"Content-Length: 0\r\nConnection: close\r\n\r\n"
@@ -187,6 +213,43 @@ class _Listener(ThreadingHTTPServer):
         except OSError:
             self.handle_error(request, None)
         self.shutdown_request(request)
+
+
+class _Certificate:
+    """A server's TLS context, made again when the files behind it are replaced."""
+
+    def __init__(self, files: HttpTlsFiles) -> None:
+        self._files = files
+        self._seen = self._stamp()
+        self._context = self._load()
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for the next connection."""
+        try:
+            now = self._stamp()
+            if now != self._seen:
+                self._context, self._seen = self._load(), now
+        except PreflightError:
+            pass  # being written just now: the one before serves until it is whole
+        return self._context
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self._files.certificate, self._files.key)
+        except OSError as exc:  # SSLError is one
+            raise PreflightError(
+                f"{self._files.certificate} and {self._files.key} are no certificate with its "
+                f"key: {exc}; write them again"
+            ) from exc
+        return context
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            return self._files.certificate.stat().st_mtime_ns, self._files.key.stat().st_mtime_ns
+        except OSError as exc:
+            raise PreflightError(f"cannot read {exc.filename}: {exc.strerror}") from exc
 
 
 def cut(connection: socket.socket) -> None:
@@ -210,6 +273,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.owner = self.server.owner
         super().setup()
         self.connection.settimeout(self.owner.options.io_timeout_s)
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.do_handshake()
 
     def do_GET(self) -> None:
         """Answer one request."""

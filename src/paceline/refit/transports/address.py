@@ -1,5 +1,6 @@
-"""Where things are behind a transport's endpoint: paths out and in, pure text."""
+"""Where things are: paths behind an endpoint, and several addresses in one text. Pure text."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
@@ -53,6 +54,29 @@ def split_address(address: str) -> tuple[str, str]:
     if not parts.scheme or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{address[:200]!r} is not the address of a manifest")
     return f"{parts.scheme}://{parts.netloc}", parts.path
+
+
+def join_addresses(addresses: Iterable[str]) -> str:
+    """Return one text that names all of them: ways to the same bytes, the publisher's best first.
+
+    Raises:
+        ValueError: there is none, or one that has a space in it.
+    """
+    found = list(addresses)
+    if not found or any(not item or " " in item for item in found):
+        raise ValueError(f"addresses are words without spaces, at least one: {found!r}")
+    return " ".join(found)
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """Return the single addresses of a text, the best first; one address is itself."""
+    return tuple(text.split())
+
+
+def scheme_of(address: str) -> str:
+    """Return the word before ``://``, which says which transport reads there."""
+    scheme, found, _ = address.partition("://")
+    return scheme if found else ""
 
 
 def _parts(text: str, count: int) -> list[str] | None:
