@@ -162,9 +162,7 @@ def _may_go_far(state: FetchState) -> int:
             nearby |= source.chunks
     if state.worker_id not in state.members:
         return everything & ~nearby if turns else 0
-    owned = owned_chunks(
-        state.members, state.worker_id, num_chunks=state.num_chunks, also=turns
-    )
+    owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks, also=turns)
     return owned & ~nearby
 
 

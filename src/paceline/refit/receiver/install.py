@@ -1,7 +1,7 @@
 """Installing one version: everything is fetched and proven before the engine pauses."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from paceline.core.clock import Clock
 from paceline.refit.apply import (
@@ -15,10 +15,12 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
 from paceline.refit.kernels.registry import process_tools
+from paceline.refit.manifest.signature import Statement
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
-from paceline.refit.receiver.fetch import Fetcher
+from paceline.refit.receiver.fetch import Fetcher, FetchOptions, FetchRecord
 from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.receiver.swarm import Swarm
 from paceline.refit.transports.protocol import ObjectReader
 
 PAYLOAD_SLACK_BYTES = 2**20
@@ -39,6 +41,14 @@ class InstallLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """From whom versions come besides their trainer, and whose word is taken for them."""
+
+    options: FetchOptions = field(default_factory=FetchOptions)
+    swarm: Swarm | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """A version that is live, proven by reading the live bytes back."""
 
@@ -47,12 +57,13 @@ class Installed:
     """What every live tensor is now: the base of the next delta."""
     fetched_bytes: int
     pause_s: float
+    transfer: FetchRecord
 
 
 class Installer:
     """Carries versions from their sources into one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of its own; what it is supplied from has a default
         self,
         *,
         worker_id: str,
@@ -61,11 +72,18 @@ class Installer:
         reader: ObjectReader,
         clock: Clock,
         limits: InstallLimits,
+        supply: Supply | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._control = control
         self._engine = engine
-        self._reader = reader
+        supply = supply or Supply()
+        self._fetcher = Fetcher(
+            reader,
+            clock=clock,
+            options=replace(supply.options, read_timeout_s=limits.read_timeout_s),
+            swarm=supply.swarm,
+        )
         self._clock = clock
         self._limits = limits
         self._tools = process_tools()
@@ -104,9 +122,7 @@ class Installer:
                 between_reads()
 
             checks = self._next_checks(base)
-            staged, fetched_bytes = self._stage(
-                version, base=base, checks=checks, keep_alive=keep_alive
-            )
+            staged, transfer = self._stage(version, base=base, checks=checks, keep_alive=keep_alive)
             label = InstalledVersion(
                 version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
@@ -119,9 +135,14 @@ class Installer:
         return Installed(
             version=label,
             entries={entry.name: entry for entry in staged.entries},
-            fetched_bytes=fetched_bytes,
+            fetched_bytes=sum(transfer.bytes_by_source.values()),
             pause_s=pause_s,
+            transfer=transfer,
         )
+
+    def keep_only(self, uids: frozenset[str]) -> None:
+        """Stop serving versions on that are not among these."""
+        self._fetcher.keep_only(uids)
 
     def _stage(
         self,
@@ -130,19 +151,22 @@ class Installer:
         base: Mapping[str, TensorEntry] | None,
         checks: Checks,
         keep_alive: Callable[[], None],
-    ) -> tuple[StagedInstall, int]:
+    ) -> tuple[StagedInstall, FetchRecord]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
-        fetcher = Fetcher(
-            self._reader, read_timeout_s=self._limits.read_timeout_s, between_reads=keep_alive
-        )
         sources = self._control.list_shards(version.uid)
         slot_id = require_one_slot(version, sources)
-        manifest = fetcher.fetch_manifest(sources)
+        fetched = self._fetcher.fetch_manifest(
+            sources, expected=statement_of(version), between_reads=keep_alive
+        )
+        manifest = fetched.manifest
         check_manifest_is_of(manifest, version, slot_id=slot_id)
         live = self._engine.live_tensors()
         live_bytes = sum(len(buffer.data) for buffer in live.values())
-        objects = fetcher.fetch_objects(
-            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
+        objects, transfer = self._fetcher.fetch_objects(
+            fetched,
+            sources,
+            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
+            between_reads=keep_alive,
         )
         staged = stage_install(
             manifest,
@@ -152,7 +176,7 @@ class Installer:
             base=base,
             checks=checks,
         )
-        return staged, sum(len(data) for data in objects.values())
+        return staged, transfer
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""
@@ -180,6 +204,18 @@ def require_description(version: WeightVersion) -> VersionDescription:
     if version.description is None:
         raise VerifyError(f"version {version.uid} has no description; it cannot be proven")
     return version.description
+
+
+def statement_of(version: WeightVersion) -> Statement:
+    """Return what the trainer must have signed about a version. Raises VerifyError."""
+    said = require_description(version)
+    return Statement(
+        run_id=said.run_id,
+        version_id=version.uid,
+        sequence=said.sequence,
+        root_digest=said.root_digest,
+        parent_root=said.parent_root,
+    )
 
 
 def require_one_slot(version: WeightVersion, sources: Sequence[Shard]) -> str:
