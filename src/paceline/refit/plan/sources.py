@@ -8,9 +8,10 @@ into a region about once, every member is a root for its own chunks and a leaf f
 and all uplinks work at the same time. With nobody nearby, everything is one's own.
 
 What holds when somebody fails. Nothing here is a promise of anybody: owners are computed anew
-for every read from whoever is there now. If nothing arrives for a while the next in turn may
-fetch a chunk as well, then the one after, so that an owner that hangs, dies or lies costs a
-pause and not the version. Reads that take far too long are doubled elsewhere.
+for every read from whoever is there now. If nothing arrives for longer than a chunk should take,
+the owners of what is missing are given up and their chunks shared out among the rest, so that an
+owner that hangs, dies or lies costs a pause and not the version. Reads that take far too long
+are doubled elsewhere.
 
 Chunks are bits of an integer, the payload's first chunk the lowest.
 """
@@ -64,7 +65,12 @@ class ReadPolicy:
     per_source_max: int = 2
     """From one neighbour."""
     patience_s: float = 1.0
-    """Without progress before the next in turn may fetch what is another's to fetch."""
+    """Without progress before owners are given up, at least."""
+    patience_factor: float = 3.0
+    """And at least so many times what a chunk takes from far away."""
+    patience_unknown_s: float = 10.0
+    """Where nobody has measured that yet."""
+    patience_max_s: float = 30.0
     hedge_after_s: float = 3.0
     """A read younger than this is never doubled."""
     hedge_factor: float = 4.0
@@ -115,22 +121,40 @@ def mask_of(chunks: Iterable[int]) -> int:
     return found
 
 
-def owned_chunks(members: Sequence[str], worker_id: str, *, num_chunks: int, also: int = 0) -> int:
-    """Return the chunks whose turn it is for a worker to bring into its region.
+def owned_chunks(members: Sequence[str], worker_id: str, *, num_chunks: int) -> int:
+    """Return the chunks that it is a worker's to bring into its region.
 
-    Args:
-        members: sorted; every chunk is owned by exactly one of them.
-        worker_id: whose; nothing if it is not a member.
-        num_chunks: of the payload.
-        also: how many owners before it in turn it stands in for.
+    Every chunk is owned by exactly one of ``members``, which are sorted.
     """
     if worker_id not in members:
         return 0
-    count, at = len(members), members.index(worker_id)
-    found = 0
-    for back in range(min(also + 1, count)):
-        found |= _every(count, (at - back) % count, num_chunks)
-    return found
+    return _every(len(members), members.index(worker_id), num_chunks)
+
+
+def overdue_members(state: FetchState) -> frozenset[str]:
+    """Return the owners that have had their time: do not wait for them any more."""
+    if not _is_overdue(state):
+        return frozenset()
+    wanted = state.missing & ~_nearby(state)
+    return frozenset(
+        name
+        for name in state.members
+        if name != state.worker_id
+        and wanted & owned_chunks(state.members, name, num_chunks=state.num_chunks)
+    )
+
+
+def _is_overdue(state: FetchState) -> bool:
+    far = [each for each in state.sources if not _is_near(each, state)]
+    names = {each.worker_id for each in far}
+    if any(flight.worker_id in names for flight in state.flights):
+        return False  # far away is slow, and for the others too
+    rates = [each.rate for each in far if each.rate]
+    policy = state.policy
+    due_s = policy.patience_unknown_s
+    if rates:
+        due_s = max(policy.patience_s, policy.patience_factor * state.chunk_bytes / max(rates))
+    return state.stalled_s > min(due_s, policy.patience_max_s)
 
 
 def _near_read(state: FetchState) -> Read | None:
@@ -152,18 +176,19 @@ def _far_read(state: FetchState) -> Read | None:
 def _may_go_far(state: FetchState) -> int:
     """Return the chunks that this reader may fetch from far away now."""
     everything = all_chunks(state.num_chunks)
-    turns = int(state.stalled_s / state.policy.patience_s)
-    others = [name for name in state.members if name != state.worker_id]
-    if not others or turns > len(others):
-        return everything
-    nearby = 0
+    if not state.members:
+        return everything & ~_nearby(state)
+    owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks)
+    return owned & ~_nearby(state)
+
+
+def _nearby(state: FetchState) -> int:
+    """Return the chunks that somebody of this region has."""
+    found = 0
     for source in state.sources:
         if _is_near(source, state):
-            nearby |= source.chunks
-    if state.worker_id not in state.members:
-        return everything & ~nearby if turns else 0
-    owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks, also=turns)
-    return owned & ~nearby
+            found |= source.chunks
+    return found
 
 
 def _first(

@@ -30,6 +30,7 @@ from paceline.refit.plan.sources import (
     Source,
     all_chunks,
     choose_read,
+    overdue_members,
 )
 from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.sourcebook import SourceBook
@@ -295,6 +296,7 @@ class _Run:
         self._ended: queue.SimpleQueue[_Flight] = queue.SimpleQueue()
         self._problems: list[FetchError | VerifyError] = []
         self._progressed_s = self._clock.monotonic()
+        self._given_up: frozenset[str] = frozenset()
         self._is_inline = self._policy.reads_max == 1
         self._pool = (
             None
@@ -309,6 +311,7 @@ class _Run:
             self._forgive_if_alone()
             while not self._payload.is_complete:
                 state = self._look()
+                self._give_up(overdue_members(state))
                 read = choose_read(state)
                 if read is None and not state.flights and not self._may_wait(state):
                     raise _summed_up(self._problems)
@@ -327,6 +330,12 @@ class _Run:
         if not self._look().sources:
             self._book.forgive(self._addresses)
 
+    def _give_up(self, names: frozenset[str]) -> None:
+        """Wait no more for these to bring what is missing; the rest share it out anew."""
+        if names:
+            self._given_up |= names
+            self._progressed_s = self._clock.monotonic()
+
     def _look(self) -> FetchState:
         """Return what is known now."""
         now_s = self._clock.monotonic()
@@ -337,7 +346,7 @@ class _Run:
             waited_for = [
                 name
                 for name in self._membership.members()
-                if self._book.is_usable(name, now_s=now_s)
+                if name not in self._given_up and self._book.is_usable(name, now_s=now_s)
             ]
             members = sorted([*waited_for, self._parts.worker_id])
         self._addresses |= {each.worker_id: each.manifest_endpoint for each in others}
