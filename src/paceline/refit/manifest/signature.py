@@ -56,6 +56,18 @@ class SignedManifest:
     signature: bytes = b""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """What must have been signed about a version, and with which key."""
+
+    key: Ed25519PublicKey
+    expected: Statement
+
+    def check(self, signed: SignedManifest) -> None:
+        """Refuse anything else. Raises VerifyError."""
+        verify_signed(signed, expected=self.expected, key=self.key)
+
+
 def signing_key(text: str) -> Ed25519PrivateKey:
     """Read a trainer's private key, 64 hex digits. Raises ValueError without showing it."""
     if not _KEY.fullmatch(text):

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from paceline.core.clock import Clock
 from paceline.refit.apply import (
     Checks,
@@ -15,13 +17,13 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
 from paceline.refit.kernels.registry import process_tools
-from paceline.refit.manifest.signature import Statement
+from paceline.refit.manifest.signature import Statement, Trust
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
-from paceline.refit.receiver.fetch import Fetcher, FetchOptions, FetchRecord
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
-from paceline.refit.receiver.swarm import Swarm
-from paceline.refit.transports.protocol import ObjectReader
+from paceline.refit.receiver.spread import Spread
+from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
 PAYLOAD_SLACK_BYTES = 2**20
 """Headers, alignment and the overhead of compression that found nothing to compress."""
@@ -34,6 +36,8 @@ class InstallLimits:
     lease_ttl_s: int = 60
     read_timeout_s: float = 20.0
     """For one manifest or one chunk of at most 64 MiB."""
+    fetch: FetchLimits = field(default_factory=FetchLimits)
+    """The rest of what bounds a fetch."""
     safe_point_timeout_s: float = 60.0
     whole_check_every: int = 1
     """Every so many installs all live bytes are hashed, before and after; between them only what
@@ -44,8 +48,10 @@ class InstallLimits:
 class Supply:
     """From whom versions come besides their trainer, and whose word is taken for them."""
 
-    options: FetchOptions = field(default_factory=FetchOptions)
-    swarm: Swarm | None = None
+    verify_key: Ed25519PublicKey | None = None
+    """Whose signature every manifest must have; None takes what the control service names."""
+    spread: Spread | None = None
+    """The other receivers; None reads from the advertised sources alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,8 @@ class Installed:
     """What every live tensor is now: the base of the next delta."""
     fetched_bytes: int
     pause_s: float
-    transfer: FetchRecord
+    transfers: tuple[TransferRecord, ...] = ()
+    """Every run of a transport that the install took, also those that failed."""
 
 
 class Installer:
@@ -77,17 +84,13 @@ class Installer:
         self._worker_id = worker_id
         self._control = control
         self._engine = engine
-        supply = supply or Supply()
-        self._fetcher = Fetcher(
-            reader,
-            clock=clock,
-            options=replace(supply.options, read_timeout_s=limits.read_timeout_s),
-            swarm=supply.swarm,
-        )
+        self._reader = reader
+        self._supply = supply or Supply()
         self._clock = clock
         self._limits = limits
         self._tools = process_tools()
         self._since_whole_check = 0
+        self._transfers: list[TransferRecord] = []
 
     def install(
         self,
@@ -109,6 +112,7 @@ class Installer:
             UncertainStateError: the live tensors are neither the old nor the new version.
         """
         said = require_description(version)
+        self._transfers = []
         with hold_lease(
             self._control,
             version_id=version.uid,
@@ -122,7 +126,9 @@ class Installer:
                 between_reads()
 
             checks = self._next_checks(base)
-            staged, transfer = self._stage(version, base=base, checks=checks, keep_alive=keep_alive)
+            staged, fetched_bytes = self._stage(
+                version, base=base, checks=checks, keep_alive=keep_alive
+            )
             label = InstalledVersion(
                 version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
@@ -135,14 +141,15 @@ class Installer:
         return Installed(
             version=label,
             entries={entry.name: entry for entry in staged.entries},
-            fetched_bytes=sum(transfer.bytes_by_source.values()),
+            fetched_bytes=fetched_bytes,
             pause_s=pause_s,
-            transfer=transfer,
+            transfers=tuple(self._transfers),
         )
 
     def keep_only(self, uids: frozenset[str]) -> None:
         """Stop serving versions on that are not among these."""
-        self._fetcher.keep_only(uids)
+        if self._supply.spread is not None:
+            self._supply.spread.keep_only(uids)
 
     def _stage(
         self,
@@ -151,22 +158,27 @@ class Installer:
         base: Mapping[str, TensorEntry] | None,
         checks: Checks,
         keep_alive: Callable[[], None],
-    ) -> tuple[StagedInstall, FetchRecord]:
+    ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
+        fetcher = Fetcher(
+            self._reader,
+            FetchParts(
+                clock=self._clock,
+                between_reads=keep_alive,
+                on_record=self._transfers.append,
+                limits=replace(self._limits.fetch, read_timeout_s=self._limits.read_timeout_s),
+                trust=self._trust_in(version),
+                spread=self._supply.spread,
+            ),
+        )
         sources = self._control.list_shards(version.uid)
         slot_id = require_one_slot(version, sources)
-        fetched = self._fetcher.fetch_manifest(
-            sources, expected=statement_of(version), between_reads=keep_alive
-        )
-        manifest = fetched.manifest
+        manifest = fetcher.fetch_manifest(sources)
         check_manifest_is_of(manifest, version, slot_id=slot_id)
         live = self._engine.live_tensors()
         live_bytes = sum(len(buffer.data) for buffer in live.values())
-        objects, transfer = self._fetcher.fetch_objects(
-            fetched,
-            sources,
-            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
-            between_reads=keep_alive,
+        objects = fetcher.fetch_objects(
+            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
         )
         staged = stage_install(
             manifest,
@@ -176,7 +188,11 @@ class Installer:
             base=base,
             checks=checks,
         )
-        return staged, transfer
+        return staged, sum(len(data) for data in objects.values())
+
+    def _trust_in(self, version: WeightVersion) -> Trust | None:
+        key = self._supply.verify_key
+        return None if key is None else Trust(key=key, expected=statement_of(version))
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""

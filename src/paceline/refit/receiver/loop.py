@@ -304,7 +304,6 @@ class Receiver:
                 "fetched_bytes": installed.fetched_bytes,
                 "refit_ms": refit_s * 1000,
                 "pause_ms": installed.pause_s * 1000,
-                **installed.transfer.to_fields(),
             },
         )
 

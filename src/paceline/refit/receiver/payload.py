@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.refit.manifest.payload import verify_chunk
 from paceline.refit.manifest.v1 import Manifest, PayloadObject
 from paceline.refit.plan.sources import all_chunks
+from paceline.refit.receiver.spool import Spool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +43,10 @@ def chunks_of(manifest: Manifest) -> Sequence[Chunk]:
 class PayloadBuffer:
     """Memory for a manifest's objects, filled in any order; safe from several threads."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        """Take the memory: whoever calls has checked the sizes."""
+    def __init__(self, manifest: Manifest, spool: Spool) -> None:
+        """Take the memory: whoever calls has checked the sizes. Raises FetchError."""
         self.chunks = chunks_of(manifest)
-        self._data = {
-            item.object_id: memoryview(bytearray(item.num_bytes)) for item in manifest.objects
-        }
+        self._data = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
         self._have = 0
         self._lock = threading.Lock()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.core.retry import RetryPolicy
+from paceline.refit.errors import FetchError, VerifyError
 
 REST = RetryPolicy(attempts=12, first_delay_s=0.5, delay_s_max=60.0, jitter=0.0)
 """How long a source is left alone after it failed so many times in a row."""
@@ -52,6 +53,15 @@ class SourceBook:
             measured = num_bytes / seconds
             rate = measured if rate is None else rate + WEIGHT * (measured - rate)
         self._standings[worker_id] = replace(found, rate=rate, failures=0)
+
+    def note_problem(
+        self, worker_id: str, problem: FetchError | VerifyError, *, now_s: float
+    ) -> None:
+        """Blame a source that lied; let one that failed rest."""
+        if isinstance(problem, VerifyError):
+            self.blame(worker_id, now_s=now_s)
+        else:
+            self.note_failure(worker_id, now_s=now_s)
 
     def note_failure(self, worker_id: str, *, now_s: float) -> None:
         """Leave a source alone for a while, longer each time."""

@@ -63,6 +63,8 @@ class TransferRecord:
     """How often the transfer was cut or refused and taken up again."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds by the transport's own words, such as ``plan`` and ``move``."""
+    problem: str = ""
+    """Why it did not arrive whole; empty if it did."""
 
     @property
     def bytes_per_s(self) -> float:

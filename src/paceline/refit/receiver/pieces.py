@@ -1,0 +1,83 @@
+"""What a payload is fetched in: ranges that can each be proven alone. No I/O."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.refit.digest import content_digest
+from paceline.refit.errors import VerifyError
+from paceline.refit.manifest.payload import verify_chunk
+from paceline.refit.manifest.v1 import Manifest, PayloadObject, Segment
+from paceline.refit.model import ObjectRange, TensorEntry, WeightPayloadFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """A range of an object, and the proof of its bytes."""
+
+    wanted: ObjectRange
+    check: Callable[[memoryview], None]
+    """Raises VerifyError for other bytes."""
+
+
+def pieces_of(manifest: Manifest, *, by_content: bool) -> Iterator[Piece]:
+    """Yield pieces that together are every object, in the order of their bytes.
+
+    Args:
+        manifest: what is to be fetched.
+        by_content: prove full tensors by their content digests, at memory speed, instead of
+            chunks by SHA-256: right against accidents, for sources inside one trusted network.
+    """
+    is_full = manifest.payload_format is WeightPayloadFormat.FULL_TENSOR
+    for item in manifest.objects:
+        yield from _by_tensor(item, manifest) if by_content and is_full else _by_chunk(item)
+
+
+def windows_of(pieces: Sequence[Piece], *, bytes_max: int) -> Iterator[Sequence[Piece]]:
+    """Cut pieces into windows of at most so many bytes, or of one piece if it is larger."""
+    window: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if window and size + piece.wanted.size > bytes_max:
+            yield window
+            window, size = [], 0
+        window.append(piece)
+        size += piece.wanted.size
+    if window:
+        yield window
+
+
+def _by_chunk(item: PayloadObject) -> Iterator[Piece]:
+    for index, offset in enumerate(range(0, item.num_bytes, item.chunk_bytes)):
+        size = min(item.chunk_bytes, item.num_bytes - offset)
+        wanted = ObjectRange(object_id=item.object_id, offset=offset, size=size)
+        yield Piece(wanted=wanted, check=partial(verify_chunk, item, index))
+
+
+def _by_tensor(item: PayloadObject, manifest: Manifest) -> Iterator[Piece]:
+    """Yield one piece per tensor, and what lies between them: header and padding mean nothing."""
+    entries = {entry.name: entry for entry in manifest.tensors}
+    segments = [segment for segment in manifest.segments if segment.object_id == item.object_id]
+    end = 0
+    for segment in sorted(segments, key=lambda each: (each.offset, each.num_bytes)):
+        if segment.offset > end:
+            yield _between(item, end, segment.offset)
+        yield _tensor(segment, entries[segment.tensor])
+        end = segment.offset + segment.num_bytes
+    if end < item.num_bytes:
+        yield _between(item, end, item.num_bytes)
+
+
+def _tensor(segment: Segment, entry: TensorEntry) -> Piece:
+    def check(data: memoryview) -> None:
+        found = content_digest(data)
+        if found != entry.digest:
+            raise VerifyError(f"tensor {entry.name!r} has digest {found} instead of {entry.digest}")
+
+    wanted = ObjectRange(object_id=segment.object_id, offset=segment.offset, size=segment.num_bytes)
+    return Piece(wanted=wanted, check=check)
+
+
+def _between(item: PayloadObject, start: int, stop: int) -> Piece:
+    wanted = ObjectRange(object_id=item.object_id, offset=start, size=stop - start)
+    return Piece(wanted=wanted, check=lambda data: None)
