@@ -419,6 +419,7 @@ class Publisher:
             return
         if version.is_full or anchor_id is not None:
             self._composer.start_from(anchor_id or version.uid, version.description)
+            self._shelf.retire_composed(below=version.description.sequence)
             return
         made = self._composer.extend(version, transport=self._source.transport)
         if made is None:
