@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
 _OBJECTS = "/v1/objects/"
-_MANIFESTS = "/v1/manifests/"
+MANIFESTS = "/v1/manifests/"
+"""Where the path of every manifest begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ def object_path(object_id: str) -> str:
 
 def manifest_path(version_id: str, source_slot_id: str) -> str:
     """Return the path of a manifest."""
-    return f"{_MANIFESTS}{quote(version_id, safe='')}/{quote(source_slot_id, safe='')}"
+    return f"{MANIFESTS}{quote(version_id, safe='')}/{quote(source_slot_id, safe='')}"
 
 
 def parse_path(path: str) -> ObjectPath | ManifestPath | None:
@@ -38,8 +39,8 @@ def parse_path(path: str) -> ObjectPath | ManifestPath | None:
     if path.startswith(_OBJECTS):
         found = _parts(path.removeprefix(_OBJECTS), 1)
         return ObjectPath(object_id=found[0]) if found else None
-    if path.startswith(_MANIFESTS):
-        found = _parts(path.removeprefix(_MANIFESTS), 2)
+    if path.startswith(MANIFESTS):
+        found = _parts(path.removeprefix(MANIFESTS), 2)
         return ManifestPath(version_id=found[0], source_slot_id=found[1]) if found else None
     return None
 

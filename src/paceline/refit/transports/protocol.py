@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.refit.model import ObjectRange
+from paceline.refit.model import ObjectRange, WeightVersionShardManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +131,32 @@ class ObjectServer(Protocol):
         Only when no lease lives: where readers read memory one-sidedly, the leases alone say
         whether one is inside.
         """
+        ...
+
+    def close(self) -> None:
+        """Stop the server; idempotent."""
+        ...
+
+
+class ManifestDoor(Protocol):
+    """Serves small documents: what transports that move no documents of their own stand on.
+
+    Every server of manifests is one; see WeightVersionShardManifestPublisher for the methods.
+    """
+
+    @property
+    def endpoint(self) -> str:
+        """Where readers reach it."""
+        ...
+
+    def publish_manifest(
+        self, *, version_id: str, source_slot_id: str, manifest: WeightVersionShardManifest
+    ) -> str:
+        """Serve a document and return its address."""
+        ...
+
+    def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
+        """Stop serving it; idempotent."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""One-sided reads of registered memory through NIXL: RDMA where there is RDMA."""

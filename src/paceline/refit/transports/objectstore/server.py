@@ -1,0 +1,70 @@
+"""Publishing into a bucket: data first, then the manifest that names it."""
+
+from collections.abc import Sequence
+
+from paceline.refit.errors import PublishError
+from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.transports.address import manifest_path, object_path
+from paceline.refit.transports.objectstore.bucket import Bucket
+
+
+class BucketObjectServer:
+    """Signs ObjectServer and the publisher's port; what it published outlives the process."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._is_open = True
+
+    @property
+    def transport(self) -> str:
+        """The name this transport is registered under."""
+        return "objectstore"
+
+    @property
+    def endpoint(self) -> str:
+        """The bucket's URL."""
+        return self._bucket.url
+
+    def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Upload an object, unless it is there; returns when all of it is. Raises PublishError."""
+        self._require_open()
+        self._bucket.put_new(key_of_object(object_id), parts)
+
+    def withdraw_object(self, object_id: str) -> None:
+        """Delete an object; a reader that is inside gets an error. Idempotent."""
+        self._bucket.remove(key_of_object(object_id))
+
+    def publish_manifest(
+        self, *, version_id: str, source_slot_id: str, manifest: WeightVersionShardManifest
+    ) -> str:
+        """Write a manifest whose objects are there, and return its address.
+
+        Raises:
+            PublishError: another one is there.
+        """
+        self._require_open()
+        key = key_of_manifest(version_id, source_slot_id)
+        self._bucket.put_new(key, [memoryview(manifest.data)])
+        return f"{self._bucket.url}/{key}"
+
+    def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
+        """Delete it; idempotent."""
+        self._bucket.remove(key_of_manifest(version_id, source_slot_id))
+
+    def close(self) -> None:
+        """Publish nothing more; what is there stays. Idempotent."""
+        self._is_open = False
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise PublishError(f"{self._bucket.url} was closed here")
+
+
+def key_of_object(object_id: str) -> str:
+    """Return the key of an object."""
+    return object_path(object_id).lstrip("/")
+
+
+def key_of_manifest(version_id: str, source_slot_id: str) -> str:
+    """Return the key of a manifest."""
+    return manifest_path(version_id, source_slot_id).lstrip("/")

@@ -1,0 +1,297 @@
+"""NIXL for real, over UCX's shared memory and TCP on this computer: no stand-in."""
+
+import base64
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.retry import RetryPolicy
+from paceline.refit.errors import FetchError, PublishError
+from paceline.refit.model import ObjectRange, WeightVersionShardManifest
+from paceline.refit.trainers.protocol import NixlMetadataProvider
+from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
+from paceline.refit.transports.http.server import HttpObjectServer
+from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
+from paceline.refit.transports.nixl.reader import BATCH_BYTES, NixlObjectReader
+from paceline.refit.transports.nixl.server import NixlObjectServer
+from paceline.refit.transports.nixl.table import Stretch, Table, parse_table, render_table
+from paceline.refit.transports.protocol import Part, Terms, read_object, read_parts
+from paceline.system import environ, system_clock
+from paceline.testing.contracts.transport import Link, TransportContract
+
+TOKEN = "of-this-test"  # noqa: S105 - not a secret
+_names = itertools.count()
+
+
+def agent(role: str) -> NixlAgent:
+    return NixlAgent(f"test-{os.getpid()}-{role}-{next(_names)}")
+
+
+def server() -> NixlObjectServer:
+    return NixlObjectServer(agent("source"), HttpObjectServer(token=lambda: TOKEN))
+
+
+def reader() -> NixlObjectReader:
+    door = HttpObjectReader(
+        token=lambda: TOKEN,
+        clock=system_clock(),
+        chance=lambda: 0.5,
+        options=HttpReaderOptions(retry=RetryPolicy(attempts=2, first_delay_s=0.01)),
+    )
+    return NixlObjectReader(agent("reader"), door, clock=system_clock())
+
+
+class TestNixl(TransportContract):
+    """Two agents in one process."""
+
+    def make(self) -> Link:
+        return Link(server=server(), reader=reader())
+
+
+SIZE = 40 * 2**20
+
+
+class Process:
+    """One end in a process of its own."""
+
+    def __init__(self, *words: str, tls: str | None = None) -> None:
+        env = {key: value for key, value in environ().items() if key != "UCX_TLS"}
+        if tls:
+            env["UCX_TLS"] = tls
+        self.popen = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("nixl_process.py")), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def tell(self, line: str = "") -> dict[str, object]:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.flush()
+        return self.listen()
+
+    def listen(self) -> dict[str, object]:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:  # NIXL prints too
+            if line.startswith("{"):
+                found: dict[str, object] = json.loads(line)
+                return found
+        raise AssertionError("the process ended")
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@pytest.fixture(params=["", "tcp"], ids=["shared memory", "tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Process, Process]]:
+    tls = request.param or None
+    source = Process("serve", str(SIZE), tls=tls)
+    endpoint = str(source.listen()["endpoint"])
+    sink = Process("read", endpoint, str(SIZE), "4", tls=tls)
+    yield source, sink
+    source.end()
+    sink.end()
+
+
+def expected() -> str:
+    data = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def test_between_processes(ends: tuple[Process, Process]) -> None:
+    """Bytes arrive, again after other memory came and went; gone is gone; death is an error."""
+    source, sink = ends
+    assert sink.tell()["sha256"] == expected()
+    source.tell("other")
+    assert sink.tell()["sha256"] == expected()
+    source.tell("withdraw")
+    assert "not served there any more" in str(sink.tell()["error"])
+    source.end()
+    answer = sink.tell()
+    assert answer["error"]
+    assert str(answer["source"]).startswith("nixl+http://127.0.0.1:")
+
+
+def test_source_dies_under_a_plan() -> None:
+    """A planned read of a process that was killed fails soon, and names it."""
+    source = Process("serve", str(SIZE))
+    endpoint = str(source.listen()["endpoint"])
+    sink = reader()
+    wanted = ObjectRange(object_id="ab", offset=0, size=SIZE)
+    part = Part(wanted=wanted, target=memoryview(bytearray(SIZE)))
+    plan = sink.plan_read(endpoint, [part], timeout_s=5)
+    plan.run(Terms(timeout_s=5))
+    assert hashlib.sha256(part.target).hexdigest() == expected()
+    source.end()
+    with pytest.raises(FetchError) as caught:
+        plan.run(Terms(timeout_s=5))
+    assert caught.value.source == endpoint
+    assert caught.value.wanted == wanted
+    plan.close()
+    sink.close()
+
+
+def test_a_source_that_stands_still_is_left() -> None:
+    """Over TCP a stopped process answers nothing: the deadline ends the wait, not the peer."""
+    source = Process("serve", str(SIZE), tls="tcp")
+    sink = Process("read", str(source.listen()["endpoint"]), str(SIZE), "1.5", tls="tcp")
+    assert sink.tell()["sha256"] == expected()
+    sink.tell("plan")
+    source.popen.send_signal(signal.SIGSTOP)
+    answer = sink.tell("run")
+    source.popen.send_signal(signal.SIGCONT)
+    assert "not done after 1.5 s" in str(answer["error"])
+    assert 1.5 <= float(str(answer["seconds"])) < 10
+    source.end()
+    sink.end()
+
+
+def test_parts_of_a_batch_and_above() -> None:
+    """Parts larger than a batch, and many small ones, are told of once, when they are whole."""
+    source, sink = server(), reader()
+    data = np.random.default_rng(1).integers(0, 256, 2 * BATCH_BYTES + 1000, dtype=np.uint8)
+    source.serve_object("ab", [data.data])
+    cuts = [0, 7, 7, 4096, 4096 + BATCH_BYTES + 5, *range(4096 + BATCH_BYTES + 5, len(data), 99991)]
+    edges = sorted({*cuts, len(data)})
+    target = bytearray(len(data))
+    parts = [
+        Part(
+            wanted=ObjectRange(object_id="ab", offset=start, size=stop - start),
+            target=memoryview(target)[start:stop],
+        )
+        for start, stop in itertools.pairwise(edges)
+    ]
+    told: list[int] = []
+    record = read_parts(sink, source.endpoint, parts, Terms(timeout_s=20, on_part=told.append))
+    assert bytes(target) == data.tobytes()
+    assert sorted(told) == list(range(len(parts)))
+    assert set(record.stages) == {"plan", "move"}
+    source.close()
+    sink.close()
+
+
+def test_agent_provides_what_the_trainer_contract_asks() -> None:
+    """Registered tensors are in the metadata, and what lies inside them is not registered again."""
+    arena = torch.arange(1000, dtype=torch.float32)
+    found = agent("trainer")
+    provider: NixlMetadataProvider = found
+    before = provider.nixl_metadata
+    after = provider.register_tensors({"arena": arena})
+    assert provider.listen_port is None
+    assert provider.agent_name in after.decode("latin-1")
+    assert len(after) > len(before)
+    source = NixlObjectServer(found, HttpObjectServer(token=lambda: TOKEN))
+    source.serve_object("ab", [arena.numpy().data.cast("B")[100:300]])
+    assert provider.nixl_metadata == after
+    source.withdraw_object("ab")
+    assert provider.nixl_metadata == after
+    with pytest.raises(ValueError, match="dense"):
+        provider.register_tensors({"w": arena.reshape(10, 100).t()})
+    source.close()
+
+
+def test_memory_is_let_go_when_nobody_needs_it() -> None:
+    """Two objects over the same buffer keep it registered until the second one is withdrawn."""
+    found = agent("source")
+    bare = found.nixl_metadata
+    source = NixlObjectServer(found, HttpObjectServer(token=lambda: TOKEN))
+    buffer = memoryview(bytearray(5000))
+    source.serve_object("ab", [buffer])
+    source.serve_object("cd", [buffer])
+    source.withdraw_object("ab")
+    target = bytearray(5000)
+    sink = reader()
+    wanted = ObjectRange(object_id="cd", offset=0, size=5000)
+    read_object(sink, source.endpoint, wanted, memoryview(target), timeout_s=5)
+    source.withdraw_object("cd")
+    assert len(found.nixl_metadata) == len(bare)
+    sink.close()
+    source.close()
+
+
+def test_unregistered_memory_cannot_be_read() -> None:
+    """A table that lies about addresses is refused by NIXL, not followed."""
+    source, sink = server(), reader()
+    buffer = memoryview(bytearray(4096))
+    source.serve_object("ab", [buffer])
+    with pytest.raises(PublishError, match="not registered"):
+        source._agent.metadata_of([Region(region_of(buffer).address, 10**9)])
+    lie = Table(
+        agent_name=source._agent.agent_name,
+        agent_metadata=source._agent.nixl_metadata,
+        stretches=(Stretch(address=4096, size=4096, memory="DRAM", device=0),),
+    )
+    source._door.publish_manifest(
+        version_id="nixl-table",
+        source_slot_id="lie",
+        manifest=WeightVersionShardManifest(
+            data=render_table(lie), tensor_count=1, total_bytes=1, transport="NIXL"
+        ),
+    )
+    wanted = ObjectRange(object_id="lie", offset=0, size=4096)
+    with pytest.raises(FetchError):
+        read_object(sink, source.endpoint, wanted, memoryview(bytearray(4096)), timeout_s=5)
+    source.close()
+    sink.close()
+
+
+GOOD = json.loads(
+    render_table(
+        Table(
+            agent_name="a",
+            agent_metadata=b"m",
+            stretches=(Stretch(address=1, size=2, memory="VRAM", device=3),),
+        )
+    )
+)
+BAD = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "no UTF-8": b"\xff",
+    "another schema": json.dumps({**GOOD, "schema": "x"}).encode(),
+    "no agent": json.dumps({**GOOD, "agent_name": ""}).encode(),
+    "no base64": json.dumps({**GOOD, "agent_meta_b64": "!"}).encode(),
+    "negative": json.dumps({**GOOD, "stretches": [[-1, 2, "DRAM", 0]]}).encode(),
+    "empty": json.dumps({**GOOD, "stretches": [[1, 0, "DRAM", 0]]}).encode(),
+    "past the end": json.dumps({**GOOD, "stretches": [[2**64 - 1, 2, "DRAM", 0]]}).encode(),
+    "unknown memory": json.dumps({**GOOD, "stretches": [[1, 2, "FILE", 0]]}).encode(),
+    "bool": json.dumps({**GOOD, "stretches": [[1, True, "DRAM", 0]]}).encode(),
+    "short": json.dumps({**GOOD, "stretches": [[1]]}).encode(),
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_tables_are_checked(name: str) -> None:
+    """What is no table is a fetch error."""
+    with pytest.raises(FetchError):
+        parse_table(BAD[name])
+
+
+def test_tables_round_trip() -> None:
+    """Memory of a device keeps its kind and number: the same path, on hardware we do not have."""
+    found = parse_table(json.dumps(GOOD).encode())
+    assert found.stretches == (Stretch(address=1, size=2, memory="VRAM", device=3),)
+    assert found.agent_metadata == base64.b64decode(GOOD["agent_meta_b64"])
+    assert list(found.cut(1, 1)) == [Stretch(address=2, size=1, memory="VRAM", device=3)]
+
+
+def test_garbage_for_metadata() -> None:
+    """A source whose metadata NIXL cannot read is a source that failed."""
+    sink = agent("reader")
+    with pytest.raises(FetchError):
+        sink.meet(b"garbage", "somebody")
