@@ -11,7 +11,8 @@ from paceline.core.clock import Clock
 from paceline.core.errors import UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.compose.supply import http_reader_options, open_supply
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.errors import ControlUnavailableError
 from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
 from paceline.refit.generators.registry import ROLLOUT_ENGINES
@@ -48,6 +49,8 @@ class EngineServiceConfig:
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
     transport: str = "http"
+    serve_on: bool = True
+    """Serve other engines what was fetched, and fetch from them; with ``http`` only."""
     allow_plaintext: bool = False
     control_call_s: float = 5.0
     """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
@@ -145,7 +148,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
 
 def _receiver_for(
     config: EngineServiceConfig,
-    control: ControlPlane,
+    control: ControlClient,
     engine: RolloutEngine,
     parts: ExitStack,
     *,
@@ -156,9 +159,22 @@ def _receiver_for(
 
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
     reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
-    reader = reader_class(token=lambda: credentials.data_token, clock=clock, chance=system.chance)
+    is_http = config.transport == "http"
+    reader = reader_class(
+        token=lambda: credentials.data_token,
+        clock=clock,
+        chance=system.chance,
+        **({"options": http_reader_options(credentials)} if is_http else {}),
+    )
     parts.callback(reader.close)
     name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+    supply = open_supply(
+        credentials,
+        board=control,
+        worker_id=name,
+        host=config.host if config.serve_on and is_http else None,
+        parts=parts,
+    )
     return Receiver(
         ReceiverConfig(
             worker_id=name,
@@ -172,6 +188,7 @@ def _receiver_for(
         reader=reader,
         clock=clock,
         chance=system.chance,
+        supply=supply,
     )
 
 

@@ -12,6 +12,7 @@ from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.compose.supply import http_server_options, signer
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError
@@ -152,7 +153,11 @@ class TrainerConnection:
         trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
         trainer.bind_tensors(tensors)
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
-        server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)
+        server = server_class(
+            token=lambda: self._credentials.data_token,
+            host=self.settings.host,
+            options=http_server_options(self._credentials, self._parts),
+        )
         self._parts.callback(server.close)
         return Publisher(
             control=self._control,
@@ -166,6 +171,7 @@ class TrainerConnection:
                 staging_mode=self.settings.staging_mode,
                 payload_format=self.settings.payload_format,
                 anchor_every=self.settings.anchor_every,
+                sign=signer(self._credentials),
             ),
             notify=self.notify,
         )

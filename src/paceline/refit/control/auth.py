@@ -148,6 +148,9 @@ class Credentials:
     """The run's public key: only manifests that it signed are believed. Empty: none is needed."""
     signing_key: str = field(default="", repr=False)
     """The private one; only the trainer has it."""
+    data_certificate: str = ""
+    """PEM that this process serves bytes with and believes others by; empty: no TLS."""
+    data_key: str = field(default="", repr=False)
 
 
 def authorize(
@@ -204,11 +207,12 @@ def load_credentials(path: Path) -> Credentials:
     """Return what a credentials file holds. Raises PreflightError."""
     fields = read_private_json(path)
     needed = {"role", "control_token", "data_token"}
-    wrong = (needed - fields.keys()) | (fields.keys() - needed - {"verify_key", "signing_key"})
+    further = {"verify_key", "signing_key", "data_certificate", "data_key"}
+    wrong = (needed - fields.keys()) | (fields.keys() - needed - further)
     if wrong:
         raise PreflightError(
-            f"{path} must hold role, control_token and data_token, may hold verify_key and "
-            f"signing_key, and nothing else; look at: {', '.join(sorted(wrong))}"
+            f"{path} must hold role, control_token and data_token, may hold "
+            f"{', '.join(sorted(further))}, and nothing else; look at: {', '.join(sorted(wrong))}"
         )
     return Credentials(**fields)
 

@@ -32,7 +32,6 @@ from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.sourcebook import SourceBook
 from paceline.refit.receiver.spool import Spool
 from paceline.refit.receiver.swarm import Membership, Swarm
-from paceline.refit.transports.address import split_addresses
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -319,7 +318,7 @@ class _Run:
             offset=chunk.offset if is_origin else 0,
             size=chunk.size,
         )
-        endpoint = _endpoint_for(reader, self._addresses[read.worker_id])
+        endpoint = reader.source_endpoint(self._addresses[read.worker_id])
         terms = Terms(
             timeout_s=self._order.read_timeout_s, is_cancelled=lambda: flight.is_cancelled
         )
@@ -383,17 +382,6 @@ class _Run:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for record in self._records.values():
             self._order.on_record(record)
-
-
-def _endpoint_for(reader: ObjectReader, text: str) -> str:
-    """Return the best of several addresses that this reader can use. Raises FetchError."""
-    problem = FetchError("it advertises no address")
-    for address in split_addresses(text):
-        try:
-            return reader.source_endpoint(address)
-        except FetchError as exc:
-            problem = exc
-    raise problem
 
 
 def _summed_up(problems: Sequence[FetchError | VerifyError]) -> FetchError | VerifyError:
