@@ -265,6 +265,8 @@ class Replica:
     """Which chunks it has: bit ``n % 8`` of byte ``n // 8``, counted through the objects."""
     is_complete: bool = False
     """It has all of them, whatever ``chunks`` says."""
+    coming: bytes = b""
+    """Which chunks it is reading from far away now, written as ``chunks`` is."""
     load: int = 0
     """Reads of others that it answers now."""
     rates: tuple[tuple[str, float], ...] = ()

@@ -62,6 +62,8 @@ def states(draw: st.DrawFn) -> FetchState:
         num_chunks=count,
         have=draw(chunks),
         sources=tuple(sources),
+        coming=draw(chunks),
+        landed=draw(st.integers(0, 9)),
         members=tuple(sorted({*draw(st.lists(NAMES)), *draw(st.just(["me"]) | st.just([]))})),
         region=draw(REGIONS),
         flights=tuple(flights),
@@ -94,7 +96,9 @@ class TestChoice:
         late = replace(state, flights=(), stalled_s=1000.0)
         for _ in state.members:
             gone = overdue_members(late)
-            late = replace(late, members=tuple(m for m in late.members if m not in gone))
+            left = tuple(m for m in late.members if m not in gone)
+            # What is coming is said by members alone.
+            late = replace(late, members=left, coming=late.coming if set(left) - {"me"} else 0)
         offered = 0
         for source in state.sources:
             offered |= source.chunks
@@ -182,8 +186,9 @@ class Node:
     dead_since_s: float | None = None
     given_up: frozenset[str] = frozenset()
     resting: dict[str, float] = field(default_factory=dict)
-    seen: Mapping[str, int] = field(default_factory=dict)
-    """What it heard last of the others' chunks."""
+    seen: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """What it heard last of the others: the chunks that they have, and that are coming."""
+    landed: int = 0
 
 
 class Fleet:
@@ -201,7 +206,7 @@ class Fleet:
         trainer_chunk_s: float = 0.16,
         peer_chunk_s: float = 0.03,
         hear_s: float = 0.1,
-        stale_s: float = 3.0,
+        stale_s: float = 1.5,
     ) -> None:
         self.num_chunks = num_chunks
         self.chunk_s = {"trainer": trainer_chunk_s}
@@ -239,7 +244,11 @@ class Fleet:
         heapq.heappush(self._events, (at_s, next(self._count), kind, name, number))
 
     def _hear(self, node: Node) -> None:
-        node.seen = {each.name: each.have for each in self.nodes.values() if each is not node}
+        node.seen = {
+            each.name: (each.have, self._coming(each))
+            for each in self.nodes.values()
+            if each is not node
+        }
         self._push(self.now_s + self.hear_s, "hear", node.name, 0)
 
     def _land(self, node: Node, number: int) -> None:
@@ -250,12 +259,20 @@ class Fleet:
             node.resting[read.worker_id] = self.now_s + 5.0
             return
         node.have |= 1 << read.chunk
+        node.landed += self._is_far(node, read.worker_id)
         node.progressed_s = self.now_s
         node.flights = {
             at: pair for at, pair in node.flights.items() if pair[0].chunk != read.chunk
         }
         if node.have == all_chunks(self.num_chunks):
             node.finished_s = self.now_s
+
+    def _is_far(self, node: Node, source: str) -> bool:
+        return source == "trainer" or self.nodes[source].region != node.region
+
+    def _coming(self, node: Node) -> int:
+        reads = [read for read, _ in node.flights.values()]
+        return mask_of(read.chunk for read in reads if self._is_far(node, read.worker_id))
 
     def _is_dead(self, name: str, *, for_s: float = 0.0) -> bool:
         since_s = None if name == "trainer" else self.nodes[name].dead_since_s
@@ -287,7 +304,7 @@ class Fleet:
         )
         usable = [name for name in node.seen if node.resting.get(name, 0.0) <= self.now_s]
         peers = [
-            Source(worker_id=name, chunks=node.seen[name], region=self.nodes[name].region)
+            Source(worker_id=name, chunks=node.seen[name][0], region=self.nodes[name].region)
             for name in usable
         ]
         members = sorted(
@@ -299,10 +316,13 @@ class Fleet:
                     if self.nodes[name].region == node.region
                     and name not in node.given_up
                     and not self._is_dead(name, for_s=self.stale_s)
-                    and node.seen[name] != all_chunks(self.num_chunks)
+                    and node.seen[name][0] != all_chunks(self.num_chunks)
                 ),
             ]
         )
+        coming = 0
+        for name in members:
+            coming |= node.seen[name][1] if name in node.seen else 0
         return FetchState(
             worker_id=node.name,
             num_chunks=self.num_chunks,
@@ -310,6 +330,8 @@ class Fleet:
             sources=(origin, *peers),
             members=tuple(members),
             region=node.region,
+            coming=coming,
+            landed=node.landed,
             flights=tuple(
                 Flight(chunk=read.chunk, worker_id=read.worker_id, elapsed_s=self.now_s - started_s)
                 for read, started_s in node.flights.values()

@@ -149,6 +149,7 @@ ROUND_TRIPS: dict[
             manifest_endpoint=texts,
             region=texts,
             chunks=st.binary(max_size=20),
+            coming=st.binary(max_size=20),
             is_complete=st.booleans(),
             load=st.integers(0, 2**32 - 1),
             rates=st.lists(st.tuples(texts, times), max_size=3).map(tuple),

@@ -309,7 +309,8 @@ def decode_shard(value: bytes) -> Shard:
 
 def encode_replica(replica: Replica) -> bytes:
     """Return a replica's record; which chunks it has is written in hex."""
-    return _dump({**_fields(replica), "chunks": replica.chunks.hex()})
+    bits = {"chunks": replica.chunks.hex(), "coming": replica.coming.hex()}
+    return _dump({**_fields(replica), **bits})
 
 
 def decode_replica(value: bytes) -> Replica:
@@ -317,7 +318,8 @@ def decode_replica(value: bytes) -> Replica:
 
     def build(fields: dict[str, Any]) -> Replica:
         rates = tuple((str(worker), float(rate)) for worker, rate in fields.pop("rates"))
-        return Replica(chunks=bytes.fromhex(fields.pop("chunks")), rates=rates, **fields)
+        bits = {name: bytes.fromhex(fields.pop(name)) for name in ("chunks", "coming")}
+        return Replica(rates=rates, **bits, **fields)
 
     return _decode(value, build)
 

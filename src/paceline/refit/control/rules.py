@@ -318,11 +318,12 @@ def check_replica(replica: Replica, limits: Limits) -> None:
     if replica.manifest_endpoint:
         require_address(limits, "manifest_endpoint", replica.manifest_endpoint)
     require_count("load", replica.load, most=UINT32_MAX)
-    if len(replica.chunks) > limits.replica_chunks_bytes_max:
-        raise InvalidRequestError(
-            f"chunks has {len(replica.chunks)} bytes; at most {limits.replica_chunks_bytes_max} "
-            "are taken: say only when everything is there"
-        )
+    for name, bits in (("chunks", replica.chunks), ("coming", replica.coming)):
+        if len(bits) > limits.replica_chunks_bytes_max:
+            raise InvalidRequestError(
+                f"{name} has {len(bits)} bytes; at most {limits.replica_chunks_bytes_max} are "
+                "taken: say only when everything is there"
+            )
     if len(replica.rates) > limits.replica_rates_max:
         raise InvalidRequestError(
             f"{len(replica.rates)} rates; at most {limits.replica_rates_max} are taken"

@@ -19,6 +19,7 @@ Chunks are bits of an integer, the payload's first chunk the lowest.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from zlib import crc32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,11 @@ class Read:
 class ReadPolicy:
     """How many reads at a time, and when to stop waiting for others."""
 
-    reads_max: int = 6
-    far_reads_max: int = 4
-    """Of these, from far away; shared among the group, so that chunks arrive one by one."""
+    reads_max: int = 8
+    far_reads_max: int = 8
+    """Of these, from far away; shared among the group, so that chunks arrive one by one. The
+    first read is alone and each that ends well makes room for one more, so that those who begin
+    together hear of each other before they have asked for much."""
     per_source_max: int = 2
     """From one neighbour."""
     patience_s: float = 1.0
@@ -88,6 +91,10 @@ class FetchState:
     members: tuple[str, ...] = ()
     """Who of one's own region fetches this and serves on, sorted; with oneself if one does."""
     region: str = ""
+    coming: int = 0
+    """What other members are reading from far away now."""
+    landed: int = 0
+    """Reads from far away that went well."""
     flights: tuple[Flight, ...] = ()
     stalled_s: float = 0.0
     """Since a chunk was proven last."""
@@ -136,6 +143,8 @@ def overdue_members(state: FetchState) -> frozenset[str]:
     if not _is_overdue(state):
         return frozenset()
     wanted = state.missing & ~_nearby(state)
+    if wanted & state.coming:
+        return frozenset(state.members) - {state.worker_id}
     return frozenset(
         name
         for name in state.members
@@ -167,7 +176,7 @@ def _far_read(state: FetchState) -> Read | None:
     active = _active(state)
     under_way = sum(active.get(source.worker_id, 0) for source in far)
     group = max(1, len(state.members))
-    limit = max(1, state.policy.far_reads_max // group)
+    limit = min(max(1, state.policy.far_reads_max // group), 1 + state.landed)
     if under_way >= limit:
         return None
     return _first(state, far, state.missing & _may_go_far(state), per_source=limit)
@@ -175,11 +184,10 @@ def _far_read(state: FetchState) -> Read | None:
 
 def _may_go_far(state: FetchState) -> int:
     """Return the chunks that this reader may fetch from far away now."""
-    everything = all_chunks(state.num_chunks)
-    if not state.members:
-        return everything & ~_nearby(state)
-    owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks)
-    return owned & ~_nearby(state)
+    owned = all_chunks(state.num_chunks)
+    if state.members:
+        owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks)
+    return owned & ~_nearby(state) & ~state.coming
 
 
 def _nearby(state: FetchState) -> int:
@@ -219,9 +227,9 @@ def _rank(
 
 
 def _pick(offered: int, state: FetchState) -> int:
-    """Return one of the chunks, each member of a group beginning at another place."""
-    start = 0
-    if state.worker_id in state.members:
+    """Return one of the chunks, each reader beginning at another place."""
+    start = crc32(state.worker_id.encode()) % state.num_chunks
+    if len(state.members) > 1 and state.worker_id in state.members:
         at = state.members.index(state.worker_id)
         start = at * state.num_chunks // len(state.members)
     later = offered >> start << start

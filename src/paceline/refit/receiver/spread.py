@@ -26,6 +26,7 @@ from paceline.refit.plan.sources import (
     Source,
     all_chunks,
     choose_read,
+    mask_of,
     overdue_members,
 )
 from paceline.refit.receiver.payload import PayloadBuffer
@@ -174,12 +175,14 @@ class _Run:
         self._clock = swarm.clock
         self._addresses = {each.worker_id: each.manifest_endpoint for each in order.sources}
         self._origins = tuple(self._addresses)
+        self._regions: dict[str, str] = {}
         self._flights: list[_Flight] = []
         self._ended: queue.SimpleQueue[_Flight] = queue.SimpleQueue()
         self._problems: list[FetchError | VerifyError] = []
         self._records: dict[str, TransferRecord] = {}
         self._progressed_s = self._clock.monotonic()
         self._given_up: frozenset[str] = frozenset()
+        self._landed = 0
         self._pool = ThreadPoolExecutor(options.policy.reads_max, thread_name_prefix="fetch")
 
     def fetch(self) -> None:
@@ -215,10 +218,18 @@ class _Run:
     def _look(self) -> FetchState:
         """Return what is known now."""
         now_s = self._clock.monotonic()
+        self._membership.coming = mask_of(
+            flight.read.chunk for flight in self._flights if self._is_far(flight.read.worker_id)
+        )
         others = self._membership.others(rates=self._book.rates())
         self._addresses |= {each.worker_id: each.manifest_endpoint for each in others}
+        self._regions |= {each.worker_id: each.region for each in others}
         found = [*self._origin_sources(others), *map(self._source_of, others)]
         chunks = self._payload.chunks
+        members = self._members(now_s)
+        coming = 0
+        for each in members:
+            coming |= int.from_bytes(each.coming, "little")
         return FetchState(
             worker_id=self._swarm.worker_id,
             num_chunks=len(chunks),
@@ -228,7 +239,9 @@ class _Run:
                 for each in found
                 if each.chunks and self._book.is_usable(each.worker_id, now_s=now_s)
             ),
-            members=self._members(now_s),
+            members=tuple(sorted([self._swarm.worker_id, *(each.worker_id for each in members)])),
+            coming=coming,
+            landed=self._landed,
             region=self._swarm.region,
             flights=tuple(
                 Flight(
@@ -243,14 +256,17 @@ class _Run:
             policy=self._options.policy,
         )
 
-    def _members(self, now_s: float) -> tuple[str, ...]:
-        """Return who shares the far chunks out: this receiver, and who may be waited for."""
-        waited_for = [
-            name
-            for name in self._membership.members()
-            if name not in self._given_up and self._book.is_usable(name, now_s=now_s)
+    def _members(self, now_s: float) -> Sequence[Replica]:
+        """Return who shares the far chunks out with this receiver: who may be waited for."""
+        return [
+            each
+            for each in self._membership.members()
+            if each.worker_id not in self._given_up
+            and self._book.is_usable(each.worker_id, now_s=now_s)
         ]
-        return tuple(sorted([*waited_for, self._swarm.worker_id]))
+
+    def _is_far(self, name: str) -> bool:
+        return name in self._origins or self._regions.get(name) != self._swarm.region
 
     def _origin_sources(self, others: Sequence[Replica]) -> Sequence[Source]:
         """Return the advertised sources; what others measured stands in for one's own figures."""
@@ -356,6 +372,7 @@ class _Run:
             seconds = flight.ended_s - flight.started_s
             self._book.note_read(name, num_bytes=flight.done.num_bytes, seconds=seconds)
             self._note(name, flight)
+            self._landed += self._is_far(name)
         if flight.is_first:
             self._progressed_s = now_s
             self._membership.offer(flight.read.chunk)

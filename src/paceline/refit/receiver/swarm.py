@@ -40,7 +40,7 @@ class SwarmOptions:
     """Between two announcements of a receiver that fetches; more when there are many."""
     announce_each_s: float = 0.005
     """So much more for every other receiver: the service hears the same number of calls."""
-    stale_s: float = 3.0
+    stale_s: float = 1.5
     """Whoever fetches and has not been heard for so long is not waited for."""
     kept_bytes_max: int = 4 * 2**30
     """Payloads that are served on; the oldest go first, the newest always stays."""
@@ -188,6 +188,8 @@ class Membership:
         self.served: dict[int, str] = {}
         """Chunk number -> the id it is served under."""
         self._swarm = swarm
+        self.coming = 0
+        """Chunks that this receiver is reading from far away, as bits."""
         self._told = -1
         self._others: Sequence[Replica] = ()
         self._heard_ms = 0
@@ -233,7 +235,7 @@ class Membership:
         self._due_s = now_s + options.announce_s + options.announce_each_s * len(self._others)
         return self._others
 
-    def members(self) -> Sequence[str]:
+    def members(self) -> Sequence[Replica]:
         """Return who of this region may be waited for."""
         options = self._swarm.options
         return fetching_members(
@@ -249,6 +251,7 @@ class Membership:
         return replace(
             self.replica,
             chunks=have.to_bytes(size, "little") if can_say else b"",
+            coming=self.coming.to_bytes(size, "little") if can_say else b"",
             is_complete=is_complete,
             rates=tuple(fastest),
         )
@@ -256,13 +259,13 @@ class Membership:
 
 def fetching_members(
     others: Sequence[Replica], *, region: str, now_ms: int, stale_s: float
-) -> Sequence[str]:
+) -> Sequence[Replica]:
     """Return who in a region still fetches, serves, and gets on with it: who may be waited for.
 
     Judged by the service's own times: clocks of machines differ.
     """
     return [
-        each.worker_id
+        each
         for each in others
         if each.region == region
         and each.manifest_endpoint

@@ -376,6 +376,7 @@ def to_replica(replica: Replica) -> own.Replica:
         region=replica.region,
         chunks=replica.chunks,
         is_complete=replica.is_complete,
+        coming=replica.coming,
         load=replica.load,
         rates=[
             own.SourceRate(worker_id=worker_id, bytes_per_s=rate)
@@ -395,6 +396,7 @@ def parse_replica(message: own.Replica) -> Replica:
         region=message.region,
         chunks=message.chunks,
         is_complete=message.is_complete,
+        coming=message.coming,
         load=message.load,
         rates=tuple((rate.worker_id, rate.bytes_per_s) for rate in message.rates),
         updated_at_unix_ms=message.updated_at_unix_ms,

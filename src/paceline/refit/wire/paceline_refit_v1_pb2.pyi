@@ -301,7 +301,7 @@ class SourceRate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("version_id", "source_slot_id", "worker_id", "manifest_endpoint", "region", "chunks", "is_complete", "load", "rates", "updated_at_unix_ms")
+    __slots__ = ("version_id", "source_slot_id", "worker_id", "manifest_endpoint", "region", "chunks", "is_complete", "load", "rates", "updated_at_unix_ms", "coming")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +312,7 @@ class Replica(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
     UPDATED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     source_slot_id: str
     worker_id: str
@@ -322,7 +323,8 @@ class Replica(_message.Message):
     load: int
     rates: _containers.RepeatedCompositeFieldContainer[SourceRate]
     updated_at_unix_ms: int
-    def __init__(self, version_id: _Optional[str] = ..., source_slot_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., manifest_endpoint: _Optional[str] = ..., region: _Optional[str] = ..., chunks: _Optional[bytes] = ..., is_complete: bool = ..., load: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[SourceRate, _Mapping]]] = ..., updated_at_unix_ms: _Optional[int] = ...) -> None: ...
+    coming: bytes
+    def __init__(self, version_id: _Optional[str] = ..., source_slot_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., manifest_endpoint: _Optional[str] = ..., region: _Optional[str] = ..., chunks: _Optional[bytes] = ..., is_complete: bool = ..., load: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[SourceRate, _Mapping]]] = ..., updated_at_unix_ms: _Optional[int] = ..., coming: _Optional[bytes] = ...) -> None: ...
 
 class AnnounceReplicaRequest(_message.Message):
     __slots__ = ("replica",)

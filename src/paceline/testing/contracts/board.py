@@ -35,6 +35,7 @@ class ReplicaBoardContract:
             manifest_endpoint="http://10.0.0.1:1/v1/manifests/v/s",
             region="eu",
             chunks=b"\x05",
+            coming=b"\x02",
             load=2,
             rates=(("t-0", 1.5e6),),
         )
@@ -91,6 +92,7 @@ class ReplicaBoardContract:
             {"version_id": " "},
             {"worker_id": ""},
             {"chunks": bytes(2049)},
+            {"coming": bytes(2049)},
             {"rates": (("t-0", -1.0),)},
             {"rates": (("t-0", float("nan")),)},
             {"rates": (("t-0", 1.0),) * 17},
