@@ -6,7 +6,9 @@ Takes one JSON object as its argument, and commands as lines of JSON; answers in
 import json
 import socket
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from paceline.system import chance, system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 
 MODEL, RUN = "m", "run"
-TOKEN = "data-token-of-the-benchmark"
+TOKEN = "data-token-of-the-benchmark"  # noqa: S105 - of nothing
 
 
 def say(**fields: object) -> None:
@@ -146,21 +148,12 @@ class TimedSpread(Spread):
         found = super().fetch(order)
         seconds = time.perf_counter() - started
         size = sum(item.num_bytes for item in order.manifest.objects)
-        say(
-            fetched=order.sources[0].version_id,
-            bytes=size,
-            fetch_s=seconds,
-            from_trainer=self.taken.get("trainer", 0),
-        )
+        say(fetched=order.sources[0].version_id, bytes=size, fetch_s=seconds)
         return found
-
-    taken: dict[str, int]
 
 
 def receive(given: dict[str, Any]) -> None:
     """Follow the run and serve on what was fetched; say what is installed."""
-    from contextlib import ExitStack
-
     from paceline.refit.transports.http.reader import HttpObjectReader
 
     engine = FakeGenerator(
@@ -189,8 +182,6 @@ def receive(given: dict[str, Any]) -> None:
 
 def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_class: Any) -> None:
     """Start a receiver in a thread, and one that tells what it has installed."""
-    import threading
-
     clock = system_clock()
     control = connect(given, "generator")
     name = given["name"]
@@ -204,8 +195,7 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
         credentials, board=control, worker_id=name, host=given["host"], parts=parts
     )
     assert supply.spread is not None
-    spread = TimedSpread(supply.spread._swarm)
-    spread.taken = {}
+    spread = TimedSpread(supply.spread.swarm)
     receiver = Receiver(
         ReceiverConfig(
             worker_id=name,
@@ -235,7 +225,6 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
                 say(
                     installed=installed.version_id,
                     root=installed.root_digest,
-                    refit_s=receiver.figures()["refit_seconds"],
                     at=time.time(),
                 )
             time.sleep(0.005)

@@ -142,6 +142,77 @@ def verify(*, version: str, base: Path | None, as_json: bool, **connection: Any)
     return _verify_published(version, as_json=as_json, **connection)
 
 
+@versions.command()
+@click.option("--model", "model_name", required=True, help="Name of the model.")
+@click.option("--run", "run_id", help="Only versions of this run.")
+@click.option("--worker", "worker_id", default="", help="An engine; default: one that comes new.")
+@click.option(
+    "--from",
+    "from_sequence",
+    type=click.IntRange(min=0),
+    help="Suppose that it holds this sequence.",
+)
+@_connection
+def explain(
+    *,
+    model_name: str,
+    run_id: str | None,
+    worker_id: str,
+    from_sequence: int | None,
+    as_json: bool,
+    **connection: Any,
+) -> None:
+    """Say what an engine would install now, which ways were weighed, and who has the bytes."""
+    from paceline.refit import compose
+
+    plane = _connect(**connection)
+    try:
+        found = compose.explain_versions(
+            plane,
+            model_name=model_name,
+            run_id=run_id,
+            worker_id=worker_id,
+            from_sequence=from_sequence,
+        )
+    finally:
+        plane.close()
+    if as_json:
+        click.echo(json.dumps(found.to_fields()))
+        return
+    click.echo(f"{found.plan.kind.value}: {found.plan.reason}")
+    if found.plan.options:
+        click.echo()
+        _print_table(
+            ("way", "versions", "to sequence", "bytes", "seconds"),
+            [
+                (
+                    option.kind.value,
+                    " ".join(option.uids),
+                    str(option.sequence),
+                    str(option.payload_bytes),
+                    "-" if option.seconds is None else f"{option.seconds:.2f}",
+                )
+                for option in found.plan.options
+            ],
+        )
+    for uid, lines in found.sources.items():
+        click.echo()
+        _print_table(
+            (f"sources of {uid}", "role", "region", "has", "MB/s", ""),
+            [
+                (
+                    line.worker_id,
+                    line.role,
+                    line.region or "-",
+                    f"{line.share:.0%}",
+                    "-" if line.bytes_per_s is None else f"{line.bytes_per_s / 1e6:.1f}",
+                    line.note,
+                )
+                for line in lines
+            ],
+        )
+
+
 def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:
     from paceline.refit import compose
 

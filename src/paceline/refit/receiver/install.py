@@ -20,6 +20,7 @@ from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.signature import Statement, Trust
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
+from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
 from paceline.refit.receiver.spread import Spread
@@ -27,6 +28,10 @@ from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
 PAYLOAD_SLACK_BYTES = 2**20
 """Headers, alignment and the overhead of compression that found nothing to compress."""
+
+
+STEP_S = 0.1
+"""Of an install, whatever its size, when a plan weighs one step against several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +150,11 @@ class Installer:
             pause_s=pause_s,
             transfers=tuple(self._transfers),
         )
+
+    def costs(self) -> Costs:
+        """Return what steps cost here, as measured so far."""
+        rates = {} if self._supply.spread is None else self._supply.spread.rates()
+        return Costs(bytes_per_s=max(rates.values(), default=None), step_s=STEP_S)
 
     def keep_only(self, uids: frozenset[str]) -> None:
         """Stop serving versions on that are not among these."""

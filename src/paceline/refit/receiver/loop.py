@@ -255,6 +255,7 @@ class Receiver:
             if held is None
             else Holding(sequence=held.sequence, root_digest=held.root_digest),
             avoid=self._refusals.current(now_s=now_s),
+            costs=self._installer.costs(),
         )
         if not plan.path:
             return False

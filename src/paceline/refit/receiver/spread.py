@@ -76,7 +76,7 @@ class Spread:
 
     def __init__(self, swarm: Swarm, options: SpreadOptions | None = None) -> None:
         """Take the swarm; it stays the caller's."""
-        self._swarm = swarm
+        self.swarm = swarm
         self._clock = swarm.clock
         self._options = options or SpreadOptions()
         self._book = SourceBook()
@@ -94,7 +94,7 @@ class Spread:
             self._unfinished = None  # its memory first
             self._unfinished = (digest, PayloadBuffer(order.manifest, order.spool))
         payload = self._unfinished[1]
-        membership = self._swarm.join(
+        membership = self.swarm.join(
             version_id=order.sources[0].version_id,
             source_slot_id=order.sources[0].source_slot_id,
             manifest=WeightVersionShardManifest(
@@ -109,7 +109,7 @@ class Spread:
             order,
             payload,
             membership,
-            swarm=self._swarm,
+            swarm=self.swarm,
             book=self._book,
             options=self._options,
         ).fetch()
@@ -122,7 +122,7 @@ class Spread:
         well = [each for each in sources if self._book.is_usable(each.worker_id, now_s=now_s)]
         yield from well
         first = sources[0]
-        yield from self._swarm.find_replicas(first.version_id, source_slot_id=first.source_slot_id)
+        yield from self.swarm.find_replicas(first.version_id, source_slot_id=first.source_slot_id)
         yield from (each for each in sources if each not in well)
 
     def note_problem(self, worker_id: str, problem: FetchError | VerifyError) -> None:
@@ -131,7 +131,7 @@ class Spread:
 
     def keep_only(self, uids: frozenset[str]) -> None:
         """Stop serving versions that are not among these."""
-        self._swarm.keep_only(uids)
+        self.swarm.keep_only(uids)
 
     def rates(self) -> Mapping[str, float]:
         """Return bytes per second by source, as measured."""
