@@ -51,6 +51,25 @@ def serve_control(given: dict[str, Any]) -> None:
     service.stop()
 
 
+def tunnel(given: dict[str, Any]) -> None:
+    """Pass connections on to the control service, as an ssh tunnel does."""
+    host, _, port = given["control"].rpartition(":")
+    listener = socket.create_server((given["host"], 0))
+    say(address=f"{given['host']}:{listener.getsockname()[1]}")
+    while True:
+        near, _ = listener.accept()
+        far = socket.create_connection((host, int(port)))
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=(source, target), daemon=True).start()
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Copy one direction of a connection until it ends."""
+    while data := source.recv(2**16):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+
 def connect(given: dict[str, Any], role: str) -> Any:
     """Return this process's control plane."""
     token = json.loads(Path(given["tokens"]).read_text("utf8"))[role]
@@ -235,4 +254,5 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
-    {"control": serve_control, "trainer": train, "receiver": receive}[arguments["role"]](arguments)
+    roles = {"control": serve_control, "trainer": train, "receiver": receive, "tunnel": tunnel}
+    roles[arguments["role"]](arguments)

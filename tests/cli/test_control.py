@@ -13,16 +13,18 @@ from click.testing import CliRunner
 
 import paceline
 from paceline.cli.versions import versions
-from paceline.core.errors import PreflightError
+from paceline.core.errors import PreflightError, UsageError
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.errors import ControlUnavailableError, NotFoundError
+from paceline.refit.model import Replica
 from paceline.testing.contracts.control import (
     DESCRIPTION,
     FULL,
     GENERATOR,
     MODEL,
+    REPORT,
     SEED,
     TRAINER,
     TTL_S,
@@ -41,7 +43,7 @@ TIMEOUT_S = 60
 class Served:
     """A service in this process and what reaches it."""
 
-    plane: ControlPlane
+    plane: ControlClient
     options: list[str]
 
 
@@ -56,7 +58,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     service.stop()
 
 
-def publish(plane: ControlPlane) -> str:
+def publish(plane: ControlClient) -> str:
     """Make a described READY version with a reader, and return its uid."""
     plane.register_worker(TRAINER, ttl_seconds=TTL_S)
     plane.register_worker(GENERATOR, ttl_seconds=TTL_S)
@@ -121,11 +123,12 @@ def test_verify_says_what_is_wrong_and_with_which_status(served: Served) -> None
 def test_explain_says_why_and_from_whom(served: Served) -> None:
     """The plan, the ways that were weighed and who has the bytes, as text and as JSON."""
     plane = served.plane
-    uid = plane.create_version(SEED).uid
-    for slot in SEED.expected_source_slots:
+    plane.register_worker(TRAINER, ttl_seconds=TTL_S)
+    uid = plane.create_version(FULL).uid
+    for slot in FULL.expected_source_slots:
         plane.create_shard(shard_of(uid, slot))
     plane.describe_version(uid, replace(DESCRIPTION, parent_root=None))
-    slot = SEED.expected_source_slots[0]
+    slot = FULL.expected_source_slots[0]
     for name, chunks in (("g-0", b"\x0f"), ("g-1", b"")):
         plane.register_worker(replace(GENERATOR, worker_id=name), ttl_seconds=60)
         plane.announce_replica(

@@ -71,7 +71,7 @@ def test_no_altered_byte_is_believed(at: int, flip: int) -> None:
 @given(st.sampled_from(EXPECTED.__slots__[:5]))
 def test_every_field_counts(name: str) -> None:
     """A signature is for one run, version, sequence, root and parent, and for no other."""
-    other = 99 if name == "sequence" else "other"
+    other: Any = 99 if name == "sequence" else "other"
     trust = Trust(key=KEY.public_key(), expected=replace(EXPECTED, **{name: other}))
     with pytest.raises(VerifyError, match=name):
         trust.check(parse_signed(SIGNED))

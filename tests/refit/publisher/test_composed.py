@@ -1,6 +1,7 @@
 """Late joiners get an anchor and one delta: what a publisher composes, signs and retires."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,50 @@ def test_a_composed_delta_is_signed_by_the_trainer() -> None:
     engine, receiver = run.join(Supply(verify_key=KEY.public_key()))
     for _ in range(3):
         receiver.step()
+    assert engine.live_bytes() == run.live()
+    run.publisher.close()
+
+
+def sign_with(key: Ed25519PrivateKey, **lies: Any) -> Any:
+    """Return a publisher's way to sign, which may say something else than it should."""
+    return lambda data, statement: sign_manifest(data, replace(statement, **lies), key=key)
+
+
+OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("sign", "why"),
+    [
+        (None, "is not signed"),
+        (sign_with(OTHER), "not of this run's key"),
+        (sign_with(KEY, version_id="run-000009"), "version_id run-000009 was signed"),
+        (sign_with(KEY, sequence=9), "sequence 9 was signed"),
+        (sign_with(KEY, run_id="other"), "run_id other was signed"),
+        (sign_with(KEY, root_digest="0" * 64), "root_digest"),
+        (sign_with(KEY, parent_root="0" * 64), "parent_root"),
+    ],
+)
+def test_what_the_trainer_did_not_sign_is_refused(sign: Any, why: str) -> None:
+    """Unsigned, of another key, or signed about something else: nothing of it is installed."""
+    run = Run(sign=sign, compose=False)
+    run.publish(1)
+    engine, receiver = run.join(Supply(verify_key=KEY.public_key()))
+    before = engine.live_bytes()
+    receiver.step()
+    assert engine.installed() is None
+    assert engine.live_bytes() == before
+    refused = [each for each in run.ledger.list_events() if each.name == "version.refused"]
+    assert why in str(refused[0].fields["reason"])
+    run.publisher.close()
+
+
+def test_without_a_key_the_advertised_digest_is_believed() -> None:
+    """A service that was set up by hand may have no keys; then the control service's word counts."""
+    run = Run(sign=sign_with(OTHER), compose=False)
+    run.publish(1)
+    engine, receiver = run.join(Supply())
+    receiver.step()
     assert engine.live_bytes() == run.live()
     run.publisher.close()
 

@@ -49,8 +49,6 @@ class EngineServiceConfig:
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
     transport: str = "http"
-    serve_on: bool = True
-    """Serve other engines what was fetched, and fetch from them; with ``http`` only."""
     allow_plaintext: bool = False
     control_call_s: float = 5.0
     """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
@@ -172,7 +170,7 @@ def _receiver_for(
         credentials,
         board=control,
         worker_id=name,
-        host=config.host if config.serve_on and is_http else None,
+        host=config.host,
         parts=parts,
     )
     return Receiver(

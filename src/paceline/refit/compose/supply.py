@@ -11,6 +11,7 @@ from paceline.core.errors import PreflightError
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
+from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
 from paceline.refit.manifest.signature import Statement, sign_manifest, signing_key, verify_key
 from paceline.refit.transports.registry import OBJECT_SERVERS
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 REGION_VARIABLE = "PACELINE_REGION"
 """Environment variable that says which machines reach each other cheaply."""
+
+ALONE = frozenset({"", "local"})
+"""Regions that are this computer."""
 
 _OPTIONS = {
     "server": LazyEntry("paceline.refit.transports.http.server", "HttpServerOptions"),
@@ -64,12 +68,17 @@ def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes]
     return lambda data, statement: sign_manifest(data, statement, key=key)
 
 
+def may_serve_on(host: str, region: str) -> bool:
+    """Say whether others can reach a server on ``host``: loopback is one computer only."""
+    return region in ALONE or not is_loopback(host)
+
+
 def open_supply(
     credentials: auth.Credentials,
     *,
     board: ReplicaBoard,
     worker_id: str,
-    host: str | None,
+    host: str,
     parts: ExitStack,
 ) -> "Supply":
     """Return from whom an engine takes its weights besides the trainer, and whom it believes.
@@ -78,7 +87,8 @@ def open_supply(
         credentials: this engine's.
         board: where receivers tell each other what they have.
         worker_id: this engine's.
-        host: where to serve on what was fetched; None does not, and asks nobody else.
+        host: where to serve on what was fetched; if nobody can reach that, it is not served,
+            and nobody else is asked.
         parts: what is opened is closed with them.
 
     Raises:
@@ -92,7 +102,8 @@ def open_supply(
         key = verify_key(credentials.verify_key) if credentials.verify_key else None
     except ValueError as exc:
         raise PreflightError(f"the credentials hold an unfit verify_key: {exc}") from exc
-    if host is None:
+    region = system.environ().get(REGION_VARIABLE, "")
+    if not may_serve_on(host, region):
         return Supply(verify_key=key)
     server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
     server = server_class(
@@ -106,6 +117,6 @@ def open_supply(
         server=server,
         worker_id=worker_id,
         clock=system.system_clock(),
-        options=SwarmOptions(region=system.environ().get(REGION_VARIABLE, "")),
+        options=SwarmOptions(region=region),
     )
     return Supply(verify_key=key, spread=Spread(swarm))

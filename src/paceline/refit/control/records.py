@@ -318,8 +318,8 @@ def decode_replica(value: bytes) -> Replica:
 
     def build(fields: dict[str, Any]) -> Replica:
         rates = tuple((str(worker), float(rate)) for worker, rate in fields.pop("rates"))
-        bits = {name: bytes.fromhex(fields.pop(name)) for name in ("chunks", "coming")}
-        return Replica(rates=rates, **bits, **fields)
+        chunks, coming = (bytes.fromhex(fields.pop(name)) for name in ("chunks", "coming"))
+        return Replica(chunks=chunks, coming=coming, rates=rates, **fields)
 
     return _decode(value, build)
 
