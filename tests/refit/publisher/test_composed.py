@@ -196,7 +196,7 @@ def test_what_the_trainer_did_not_sign_is_refused(sign: Any, why: str) -> None:
 
 
 def test_without_a_key_the_advertised_digest_is_believed() -> None:
-    """A service that was set up by hand may have no keys; then the control service's word counts."""
+    """Where there are no keys, as by hand, the control service is believed."""
     run = Run(sign=sign_with(OTHER), compose=False)
     run.publish(1)
     engine, receiver = run.join(Supply())
