@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.refit import compose
+from paceline.refit.compose.data import DataPlane
 from paceline.refit.compose.supply import open_supply
 from paceline.refit.control.auth import Credentials
 from paceline.refit.manifest.signature import sign_manifest, signing_key
@@ -211,7 +212,7 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
         verify_key=given["verify_key"],
     )
     supply = open_supply(
-        credentials, board=control, worker_id=name, host=given["host"], parts=parts
+        credentials, DataPlane(host=given["host"]), board=control, worker_id=name, parts=parts
     )
     assert supply.spread is not None
     spread = TimedSpread(supply.spread.swarm)

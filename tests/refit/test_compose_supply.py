@@ -9,24 +9,20 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import PreflightError
-from paceline.core.retry import RetryPolicy
 from paceline.refit import compose
+from paceline.refit.compose.data import DataPlane, open_reader, open_source
 from paceline.refit.compose.keys import RunKeys
 from paceline.refit.compose.supply import (
-    http_reader_options,
-    http_server_options,
     may_serve_on,
     open_supply,
     signer,
+    with_run_tls,
 )
 from paceline.refit.control.auth import Credentials
 from paceline.refit.errors import FetchError
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.signature import Statement, Trust, parse_signed, verify_key
 from paceline.refit.model import TensorBuffer, WeightVersionShardManifest
-from paceline.refit.transports.http.reader import HttpObjectReader
-from paceline.refit.transports.http.server import HttpObjectServer
-from paceline.system import system_clock
 from paceline.testing.payloads import full_payload
 
 TOKEN = "data-token"  # noqa: S105 - of a test
@@ -57,7 +53,8 @@ def manifest() -> bytes:
 
 def serve(credentials: Credentials, parts: ExitStack) -> str:
     """Serve one manifest and return its address."""
-    server = HttpObjectServer(token=lambda: TOKEN, options=http_server_options(credentials, parts))
+    plane = with_run_tls(DataPlane(), credentials, parts)
+    server = open_source(plane, token=lambda: TOKEN, name="t")
     parts.callback(server.close)
     data = manifest()
     shown = WeightVersionShardManifest(data=data, tensor_count=1, total_bytes=4, transport="http")
@@ -65,10 +62,8 @@ def serve(credentials: Credentials, parts: ExitStack) -> str:
 
 
 def read(address: str, credentials: Credentials, parts: ExitStack) -> bytes:
-    options: Any = replace(http_reader_options(credentials), retry=RetryPolicy(attempts=1))
-    reader = HttpObjectReader(
-        token=lambda: TOKEN, clock=system_clock(), chance=lambda: 0.0, options=options
-    )
+    plane = with_run_tls(DataPlane(), credentials, parts)
+    reader = open_reader(plane, token=lambda: TOKEN, name="g")
     parts.callback(reader.close)
     return reader.read_manifest(address, size_max=10_000, timeout_s=5)
 
@@ -132,12 +127,14 @@ def test_unfit_keys_are_said_before_anything_starts(parts: ExitStack) -> None:
     assert "secret" not in str(caught.value)
     board: Any = None
     with pytest.raises(PreflightError, match="unfit verify_key"):
-        open_supply(damaged, board=board, worker_id="g", host="127.0.0.1", parts=parts)
+        open_supply(damaged, DataPlane(), board=board, worker_id="g", parts=parts)
 
 
 def test_loopback_serves_one_computer(keys: RunKeys) -> None:
     """An engine that nobody else can reach does not make others wait for it."""
-    assert may_serve_on("127.0.0.1", "")
-    assert may_serve_on("127.0.0.1", "local")
-    assert not may_serve_on("127.0.0.1", "vast")
-    assert may_serve_on("10.0.0.7", "vast")
+    here, there = DataPlane(), DataPlane(host="10.0.0.7")
+    assert may_serve_on(here, "")
+    assert may_serve_on(here, "local")
+    assert not may_serve_on(here, "vast")
+    assert may_serve_on(there, "vast")
+    assert not may_serve_on(DataPlane(transports=("nixl",), host="10.0.0.7"), "vast")

@@ -85,6 +85,8 @@ def role_env(
             "PACELINE_TRANSPORTS": ",".join(job.refit.transports),
             "PACELINE_MAX_STALENESS": str(job.refit.max_staleness),
         }
+        if job.refit.bucket:
+            ours["PACELINE_BUCKET"] = job.refit.bucket
         if job.refit.anchor_every is not None:
             ours["PACELINE_ANCHOR_EVERY"] = str(job.refit.anchor_every)
     return {**role.env, **ours}

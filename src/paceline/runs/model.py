@@ -53,6 +53,9 @@ class RefitSpec:
     payload: str = "XOR_DELTA"
     staging: str = "COPY_TO_HOST"
     transports: tuple[str, ...] = ("http",)
+    """What weights travel over, the preferred first."""
+    bucket: str = ""
+    """URL of a bucket and prefix, for the transport ``objectstore``."""
     max_staleness: int = 2
     """How many versions a sample's weights may be behind the trainer's."""
     anchor_every: int | None = None

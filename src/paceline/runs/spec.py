@@ -40,6 +40,7 @@ from paceline.runs.model import (
 FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Backends that cost nothing; every other one needs a budget."""
 HARD_OVER_SOFT = 1.5
+BUCKET_SCHEMES = ("s3", "gs", "az", "file")
 PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
 
@@ -196,6 +197,15 @@ def _listen(value: str) -> str:
     return value
 
 
+def _bucket_url(value: str) -> str:
+    scheme, found, rest = value.partition("://")
+    if value and (not found or scheme not in BUCKET_SCHEMES or not rest.strip("/")):
+        raise ValueError(
+            f"expected a bucket and prefix such as s3://bucket/runs, got {shown(value)}"
+        )
+    return value
+
+
 _Text = Annotated[str, AfterValidator(_blank)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Duration = Annotated[float, BeforeValidator(duration_s), Field(gt=0, le=30 * 86400.0)]
@@ -223,7 +233,10 @@ class _Refit(_Section):
     model: _Text
     payload: Literal["XOR_DELTA", "FULL_TENSOR"] = "XOR_DELTA"
     staging: Literal["COPY_TO_HOST", "IN_PLACE"] = "COPY_TO_HOST"
-    transports: Annotated[list[_Text], BeforeValidator(_listed), Field(min_length=1)] = ["http"]
+    transports: Annotated[
+        list[Literal["nixl", "http", "objectstore"]], BeforeValidator(_listed), Field(min_length=1)
+    ] = ["http"]
+    bucket: Annotated[str, AfterValidator(_bucket_url)] = ""
     max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
     anchor_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     listen: Annotated[str, AfterValidator(_listen)] = "127.0.0.1:0"
@@ -283,6 +296,9 @@ class _Checker:
         self._check_roles(top, roles, kinds)
         if budget and budget.hard_usd is not None and budget.hard_usd < budget.soft_usd:
             self._say(("budget", "hard_usd"), "must not be below soft_usd")
+        if refit and "objectstore" in refit.transports and not refit.bucket:
+            problem = "objectstore needs refit.bucket, such as s3://bucket/runs"
+            self._say(("refit", "transports"), problem)
         if self._problems:
             return None
         return JobSpec(

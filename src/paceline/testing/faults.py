@@ -139,12 +139,28 @@ class SlowReader(_ReaderWrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to one connection's answer; None lets it pass."""
+    """What happens to one connection's answers; by default they pass.
+
+    Offsets count the bytes of the answers on that connection, heads included.
+    """
 
     cut_at: int | None = None
-    """Bytes of the answer, head included, after which both sides are cut."""
+    """Here both sides are cut; what came before arrives."""
     flip_at: int | None = None
-    """Byte of the answer in which a bit is flipped."""
+    """In this byte a bit is flipped."""
+    drop_at: int | None = None
+    """This byte is left out, so that an answer comes short and the next one early."""
+    repeat_at: int | None = None
+    """This byte comes twice."""
+    stall_at: int | None = None
+    """From here on nothing comes, and the line stays open."""
+    delay_s: float = 0.0
+    """Before each piece of the answer is passed on."""
+    busy: bool = False
+    """Answer 503 and close, without asking the source."""
+
+
+BUSY_ANSWER = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class FaultyProxy:
@@ -157,6 +173,7 @@ class FaultyProxy:
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
         """Closed at the end: a number closed early could be another connection's by then."""
+        self._is_closed = threading.Event()
         self._start(self._accept)
 
     @property
@@ -166,6 +183,7 @@ class FaultyProxy:
 
     def close(self) -> None:
         """Stop accepting and wait for what is open; close readers first."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # not connected: shutdown only wakes the accept
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -186,6 +204,9 @@ class FaultyProxy:
             except OSError:  # closed
                 return
             fault = self._faults.pop(0) if self._faults else Fault()
+            if fault.busy:
+                self._refuse(client)
+                continue
             source = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT_S)
             for connection in (client, source):
                 connection.settimeout(_IO_TIMEOUT_S)
@@ -193,17 +214,48 @@ class FaultyProxy:
             self._start(self._relay, client, source, Fault())
             self._start(self._relay, source, client, fault)
 
+    def _refuse(self, client: socket.socket) -> None:
+        client.settimeout(_IO_TIMEOUT_S)
+        self._sockets.append(client)
+        with contextlib.suppress(OSError):  # gone already
+            client.recv(65536)
+            client.sendall(BUSY_ANSWER)
+            client.shutdown(socket.SHUT_RDWR)
+
     def _relay(self, source: socket.socket, sink: socket.socket, fault: Fault) -> None:
         passed = 0
         with contextlib.suppress(OSError):  # the other direction cut the line
-            while data := bytearray(source.recv(65536)):
-                if fault.flip_at is not None and 0 <= fault.flip_at - passed < len(data):
-                    data[fault.flip_at - passed] ^= 1
-                if fault.cut_at is not None and passed + len(data) >= fault.cut_at:
-                    sink.sendall(data[: fault.cut_at - passed])
-                    break
-                sink.sendall(data)
+            while data := source.recv(65536):
+                if fault.delay_s:
+                    self._is_closed.wait(fault.delay_s)
+                changed, is_last = _suffer(data, passed, fault)
+                sink.sendall(changed)
                 passed += len(data)
+                if is_last:
+                    break
+            if fault.stall_at is not None and passed > fault.stall_at:
+                self._is_closed.wait(_IO_TIMEOUT_S)
         for connection in (source, sink):
             with contextlib.suppress(OSError):  # gone already
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _suffer(data: bytes, passed: int, fault: Fault) -> tuple[bytes, bool]:
+    """Return what is passed on of a piece that begins at byte ``passed``, and whether it ends."""
+    found, is_last = bytearray(data), False
+
+    def index(at: int | None) -> int | None:
+        return at - passed if at is not None and 0 <= at - passed < len(data) else None
+
+    ends = [at for at in (index(fault.cut_at), index(fault.stall_at)) if at is not None]
+    if ends:
+        is_last = True
+        del found[min(ends) :]
+    flip, drop, repeat = index(fault.flip_at), index(fault.drop_at), index(fault.repeat_at)
+    if flip is not None and flip < len(found):
+        found[flip] ^= 1
+    if drop is not None and drop < len(found):
+        del found[drop]
+    if repeat is not None and repeat < len(found):
+        found.insert(repeat, found[repeat])
+    return bytes(found), is_last

@@ -3,7 +3,7 @@
 ``serve BYTES`` serves an object of so many patterned bytes; for each line on its input, which is
 ``withdraw`` or ``other``, it withdraws that object, or lets another one come and go.
 ``read ENDPOINT BYTES TIMEOUT`` reads that object once per line and tells what came; with ``plan``
-and ``run`` in two steps.
+and ``run TIMEOUT`` in two steps.
 """
 
 # ruff: noqa: T201 - printing is how it answers
@@ -67,11 +67,12 @@ def read(endpoint: str, num_bytes: int, timeout_s: float) -> None:
         target = bytearray(num_bytes)
         started = clock.monotonic()
         try:
-            if line.strip() != "run" or plan is None:
+            word, _, limit = line.strip().partition(" ")
+            if word != "run" or plan is None:
                 part = Part(wanted=wanted, target=memoryview(target))
                 plan = reader.plan_read(endpoint, [part], timeout_s=timeout_s)
-            if line.strip() != "plan":
-                plan.run(Terms(timeout_s=timeout_s))
+            if word != "plan":
+                plan.run(Terms(timeout_s=float(limit or timeout_s)))
             answer = {"sha256": hashlib.sha256(part.target).hexdigest()}
         except FetchError as exc:
             answer = {"error": str(exc), "source": exc.source}

@@ -17,7 +17,7 @@ from paceline.refit.transports.protocol import read_object
 from paceline.system import system_clock
 from paceline.testing.contracts.transport import Link, TransportContract
 from paceline.testing.moto_server import S3, serve_s3
-from refit.transports.conftest import SMALL_DISK_BYTES, bucket_of
+from refit.conftest import SMALL_DISK_BYTES, bucket_of
 
 
 def link_of(bucket: Bucket) -> Link:

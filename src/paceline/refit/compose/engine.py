@@ -4,19 +4,25 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
-from paceline.refit.compose.supply import http_reader_options, open_supply
-from paceline.refit.control.protocol import ControlClient
+from paceline.refit.compose.data import (
+    DataPlane,
+    data_plane,
+    follow_bucket,
+    is_bucket,
+    open_reader,
+)
+from paceline.refit.compose.supply import open_supply, with_run_tls
+from paceline.refit.control.protocol import ControlClient, ControlPlane
 from paceline.refit.errors import ControlUnavailableError
 from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
 from paceline.refit.generators.registry import ROLLOUT_ENGINES
-from paceline.refit.transports.registry import OBJECT_READERS
 
 if TYPE_CHECKING:
     from paceline.refit.receiver.loop import Receiver
@@ -34,7 +40,7 @@ class EngineServiceConfig:
 
     engine: EngineConfig
     control: str
-    """Address of the control service, ``host:port``."""
+    """Address of the control service, ``host:port``; or the URL of a bucket to follow instead."""
     model_name: str
     run_id: str
     engine_name: str = "transformers"
@@ -48,7 +54,8 @@ class EngineServiceConfig:
     """None: where PACELINE_CREDENTIALS points."""
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
-    transport: str = "http"
+    data: DataPlane | None = None
+    """What weights are read through; None: as the environment says."""
     allow_plaintext: bool = False
     control_call_s: float = 5.0
     """Of one call: the receiver asks again anyway, and must notice when it is to stop."""
@@ -108,12 +115,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         # The port first: it is the cheapest thing that can be wrong.
         server = EngineServer(host=config.host, port=config.port, clock=clock)
         parts.callback(server.close, timeout_s=1)
-        control = connect_control(
-            config.control,
-            token=credentials.control_token,
-            timeout_s=config.control_call_s,
-            allow_plaintext=config.allow_plaintext,
-        )
+        control = _control_of(config, credentials.control_token)
         parts.callback(control.close)
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
         engine: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
@@ -144,9 +146,21 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         )
 
 
+def _control_of(config: EngineServiceConfig, token: str) -> ControlPlane:
+    if is_bucket(config.control):
+        plane = config.data or data_plane(system.environ(), run_id=config.run_id)
+        return follow_bucket(config.control, allow_http=plane.allow_http_bucket)
+    return connect_control(
+        config.control,
+        token=token,
+        timeout_s=config.control_call_s,
+        allow_plaintext=config.allow_plaintext,
+    )
+
+
 def _receiver_for(
     config: EngineServiceConfig,
-    control: ControlClient,
+    control: ControlPlane,
     engine: RolloutEngine,
     parts: ExitStack,
     *,
@@ -156,23 +170,11 @@ def _receiver_for(
     from paceline.refit.receiver.standing import StalenessBound
 
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
-    reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
-    is_http = config.transport == "http"
-    reader = reader_class(
-        token=lambda: credentials.data_token,
-        clock=clock,
-        chance=system.chance,
-        **({"options": http_reader_options(credentials)} if is_http else {}),
-    )
-    parts.callback(reader.close)
     name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
-    supply = open_supply(
-        credentials,
-        board=control,
-        worker_id=name,
-        host=config.host,
-        parts=parts,
-    )
+    plane = config.data or data_plane(system.environ(), run_id=config.run_id)
+    plane = with_run_tls(plane, credentials, parts)
+    reader = open_reader(plane, token=lambda: credentials.data_token, name=f"{name}-sink")
+    parts.callback(reader.close)
     return Receiver(
         ReceiverConfig(
             worker_id=name,
@@ -186,7 +188,13 @@ def _receiver_for(
         reader=reader,
         clock=clock,
         chance=system.chance,
-        supply=supply,
+        supply=open_supply(
+            credentials,
+            plane,
+            board=None if is_bucket(config.control) else cast(ControlClient, control),
+            worker_id=name,
+            parts=parts,
+        ),
     )
 
 

@@ -1,20 +1,20 @@
-"""What trainers and engines share in moving bytes: TLS of the data plane, signatures, the swarm."""
+"""What a run's keys mean for moving bytes: TLS of its own, signatures, and the swarm."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline import system
 from paceline.core.errors import PreflightError
-from paceline.core.registry import LazyEntry, load_entry
+from paceline.refit.compose.data import DataPlane, open_source
 from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
 from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
 from paceline.refit.manifest.signature import Statement, sign_manifest, signing_key, verify_key
-from paceline.refit.transports.registry import OBJECT_SERVERS
 
 if TYPE_CHECKING:
     from paceline.refit.receiver.install import Supply
@@ -25,36 +25,21 @@ REGION_VARIABLE = "PACELINE_REGION"
 ALONE = frozenset({"", "local"})
 """Regions that are this computer."""
 
-_OPTIONS = {
-    "server": LazyEntry("paceline.refit.transports.http.server", "HttpServerOptions"),
-    "tls": LazyEntry("paceline.refit.transports.http.server", "HttpTlsFiles"),
-    "reader": LazyEntry("paceline.refit.transports.http.reader", "HttpReaderOptions"),
-}
 
-
-def http_server_options(credentials: auth.Credentials, parts: ExitStack) -> Any:
-    """Return options that serve over TLS if the credentials have a certificate.
+def with_run_tls(plane: DataPlane, credentials: auth.Credentials, parts: ExitStack) -> DataPlane:
+    """Return the data plane with this run's certificate, if it has one and no other is named.
 
     Its files are private and go with ``parts``. Raises PreflightError.
     """
-    made: Any = load_entry(_OPTIONS, "server", port="http option")
-    if not credentials.data_certificate:
-        return made()
-    tls: Any = load_entry(_OPTIONS, "tls", port="http option")
+    if not credentials.data_certificate or plane.certificate or plane.trusted:
+        return plane
     folder = Path(parts.enter_context(TemporaryDirectory(prefix="paceline-data-")))
     certificate, key = folder / "data.crt", folder / "data.key"
     auth.write_private(certificate, credentials.data_certificate.encode("ascii"))
     auth.write_private(key, credentials.data_key.encode("ascii"))
-    return made(tls=tls(certificate=certificate, key=key))
-
-
-def http_reader_options(credentials: auth.Credentials) -> Any:
-    """Return options that believe this run's own servers, and nobody else over TLS."""
-    made: Any = load_entry(_OPTIONS, "reader", port="http option")
-    if not credentials.data_certificate:
-        return made()
-    trusted = credentials.data_certificate.encode("ascii")
-    return made(trusted=trusted, server_name=DATA_NAME)
+    return replace(
+        plane, certificate=certificate, key=key, trusted=certificate, server_name=DATA_NAME
+    )
 
 
 def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes] | None:
@@ -68,27 +53,27 @@ def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes]
     return lambda data, statement: sign_manifest(data, statement, key=key)
 
 
-def may_serve_on(host: str, region: str) -> bool:
-    """Say whether others can reach a server on ``host``: loopback is one computer only."""
-    return region in ALONE or not is_loopback(host)
+def may_serve_on(plane: DataPlane, region: str) -> bool:
+    """Say whether others can read from here over HTTP: loopback is one computer only."""
+    return "http" in plane.transports and (region in ALONE or not is_loopback(plane.host))
 
 
 def open_supply(
     credentials: auth.Credentials,
+    plane: DataPlane,
     *,
-    board: ReplicaBoard,
+    board: ReplicaBoard | None,
     worker_id: str,
-    host: str,
     parts: ExitStack,
 ) -> "Supply":
     """Return from whom an engine takes its weights besides the trainer, and whom it believes.
 
     Args:
         credentials: this engine's.
-        board: where receivers tell each other what they have.
+        plane: with this run's TLS; if nobody can read from its host, nothing is served on and
+            nobody else is asked.
+        board: where receivers tell each other what they have; None: there is no such place.
         worker_id: this engine's.
-        host: where to serve on what was fetched; if nobody can reach that, it is not served,
-            and nobody else is asked.
         parts: what is opened is closed with them.
 
     Raises:
@@ -103,13 +88,12 @@ def open_supply(
     except ValueError as exc:
         raise PreflightError(f"the credentials hold an unfit verify_key: {exc}") from exc
     region = system.environ().get(REGION_VARIABLE, "")
-    if not may_serve_on(host, region):
+    if board is None or not may_serve_on(plane, region):
         return Supply(verify_key=key)
-    server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
-    server = server_class(
+    server = open_source(
+        replace(plane, transports=("http",)),
         token=lambda: credentials.data_token,
-        host=host,
-        options=http_server_options(credentials, parts),
+        name=f"{worker_id}-relay",
     )
     parts.callback(server.close)
     swarm = Swarm(

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,13 +12,13 @@ from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
-from paceline.refit.compose.supply import http_server_options, signer
+from paceline.refit.compose.data import DataPlane, data_plane, open_source
+from paceline.refit.compose.supply import signer, with_run_tls
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.registry import TRAINER_ENGINES
-from paceline.refit.transports.registry import OBJECT_SERVERS
 
 if TYPE_CHECKING:
     from paceline.refit.publisher import Publisher
@@ -44,6 +44,8 @@ class RunSettings:
     max_staleness: int = 2
     host: str = "127.0.0.1"
     """Where this process listens, and how others reach it."""
+    data: DataPlane = field(default_factory=DataPlane)
+    """What weights are served through."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
 
@@ -66,7 +68,7 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given)
+    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
 
 
 def _number(text: str) -> int:
@@ -152,11 +154,10 @@ class TrainerConnection:
         trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
         trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
         trainer.bind_tensors(tensors)
-        server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
-        server = server_class(
+        server = open_source(
+            with_run_tls(self.settings.data, self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
-            host=self.settings.host,
-            options=http_server_options(self._credentials, self._parts),
+            name=f"{self.worker_id}-source",
         )
         self._parts.callback(server.close)
         return Publisher(

@@ -26,7 +26,6 @@ from paceline.refit.errors import (
     PublishError,
     StagingError,
 )
-from paceline.refit.manifest.signature import Statement
 from paceline.refit.model import (
     InstalledReport,
     Shard,
@@ -36,7 +35,6 @@ from paceline.refit.model import (
     VersionRequest,
     VersionState,
     WeightPayloadFormat,
-    WeightVersionShardManifest,
     WorkerRegistration,
     WorkerRole,
 )
@@ -55,6 +53,9 @@ from paceline.refit.publisher.values import (
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
+from paceline.refit.transports.protocol import SupportsCommits
+
+log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +342,7 @@ class Publisher:
             raise
 
     def _advertise(self, version: OwnVersion) -> None:
-        manifest = self._signed(version)
+        manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
@@ -359,21 +360,16 @@ class Publisher:
         state = self._persist(lambda: self._control.create_shard(shard)).state
         if state is not VersionState.READY:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
+        self._commit(version, shard)
 
-    def _signed(self, version: OwnVersion) -> WeightVersionShardManifest:
-        """Return the manifest as it is served: with this run's signature, if it has a key."""
-        manifest, sign = version.staged.manifest, self._options.sign
-        if sign is None:
-            return manifest
-        said = version.description
-        statement = Statement(
-            run_id=said.run_id,
-            version_id=version.uid,
-            sequence=said.sequence,
-            root_digest=said.root_digest,
-            parent_root=said.parent_root,
-        )
-        return replace(manifest, data=sign(manifest.data, statement))
+    def _commit(self, version: OwnVersion, shard: Shard) -> None:
+        """Tell those who only see the source; a failure is made up for by the next commit."""
+        if isinstance(self._source, SupportsCommits):
+            ready = self._persist(lambda: self._control.get_version(version.uid))
+            try:
+                self._source.commit_version(ready, [shard])
+            except PublishError as exc:
+                log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
 
     def _take_back(self, version: OwnVersion, cause: BaseException) -> None:
         """Undo a publication that failed.

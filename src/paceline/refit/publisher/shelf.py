@@ -4,6 +4,7 @@ A version leaves in this order, each step repeatable: RELEASING in the control s
 lease), its shard deleted (no lease lives), objects withdrawn (no reader inside), memory back.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
 
@@ -11,11 +12,14 @@ from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
-from paceline.refit.errors import ControlError, NotFoundError, PreconditionError, StagingError
+from paceline.refit.errors import ControlError, NotFoundError, PreconditionError, PublishError
 from paceline.refit.publisher.values import OwnVersion, WeightSource
 from paceline.refit.retention import KeptVersion, plan_retention
 from paceline.refit.staging.served import ServedShards
 from paceline.refit.trainers.protocol import SupportsChain
+from paceline.refit.transports.protocol import SupportsCommits
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 
@@ -151,9 +155,14 @@ class VersionShelf:
         free = [version]
         if version.is_served:
             try:
+                if isinstance(self._source, SupportsCommits):
+                    self._source.retire_version(version.uid)
                 free = list(self._served.withdraw(version, version.buffers))
-            except StagingError:
-                return False  # its memory stays in use; asked again with the next release
+            except (
+                PublishError
+            ) as exc:  # its memory stays in use; asked again with the next release
+                log.info("version %s cannot be taken down yet: %s", version.uid, exc)
+                return False
             version.is_served = False
         self._source.release_manifest(version_id=version.uid, source_slot_id=self._slot)
         for item in free:

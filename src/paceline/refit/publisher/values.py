@@ -1,7 +1,7 @@
 """What a publisher is told and what it answers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.refit.manifest.signature import Statement
@@ -10,6 +10,7 @@ from paceline.refit.model import (
     TrainerStagingMode,
     VersionDescription,
     WeightPayloadFormat,
+    WeightVersionShardManifest,
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
@@ -97,6 +98,20 @@ class OwnVersion:
     is_served: bool = False
     is_advertised: bool = False
     """Somebody may know of it: a shard was sent to the control service."""
+
+    def manifest(self, sign: Sign | None) -> WeightVersionShardManifest:
+        """Return the manifest as it is served: with the run's signature, if there is a key."""
+        manifest, said = self.staged.manifest, self.description
+        if sign is None:
+            return manifest
+        statement = Statement(
+            run_id=said.run_id,
+            version_id=self.uid,
+            sequence=said.sequence,
+            root_digest=said.root_digest,
+            parent_root=said.parent_root,
+        )
+        return replace(manifest, data=sign(manifest.data, statement))
 
     @property
     def is_full(self) -> bool:

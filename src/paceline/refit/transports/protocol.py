@@ -12,9 +12,9 @@ often as wanted: ``plan_read`` finds out where the bytes are and pins the caller
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from paceline.refit.model import ObjectRange, WeightVersionShardManifest
+from paceline.refit.model import ObjectRange, Shard, WeightVersion, WeightVersionShardManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,6 +161,23 @@ class ManifestDoor(Protocol):
 
     def close(self) -> None:
         """Stop the server; idempotent."""
+        ...
+
+
+@runtime_checkable
+class SupportsCommits(Protocol):
+    """A server whose readers may have no other way to learn which versions there are."""
+
+    def commit_version(self, version: WeightVersion, shards: Sequence[Shard]) -> None:
+        """Say that a version is READY; its data and manifests are served. Idempotent.
+
+        Raises:
+            PublishError: nobody was told; the next commit tells of this one too.
+        """
+        ...
+
+    def retire_version(self, uid: str) -> None:
+        """Say that a version goes, before its data does. Idempotent. Raises PublishError."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import FetchError
-from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.model import Shard, WeightVersion, WeightVersionShardManifest
 from paceline.refit.transports.address import join_addresses, scheme_of, split_addresses
 from paceline.refit.transports.protocol import (
     ManifestDoor,
@@ -19,6 +19,7 @@ from paceline.refit.transports.protocol import (
     ObjectServer,
     Part,
     ReadPlan,
+    SupportsCommits,
     Terms,
     TransferRecord,
     read_parts,
@@ -88,6 +89,18 @@ class SeveralServers:
         for server in self._servers:
             server.release_manifest(version_id=version_id, source_slot_id=source_slot_id)
 
+    def commit_version(self, version: WeightVersion, shards: Sequence[Shard]) -> None:
+        """Commit it wherever readers may have no other way to learn of it."""
+        for server in self._servers:
+            if isinstance(server, SupportsCommits):
+                server.commit_version(version, shards)
+
+    def retire_version(self, uid: str) -> None:
+        """Say there that it goes."""
+        for server in self._servers:
+            if isinstance(server, SupportsCommits):
+                server.retire_version(uid)
+
     def close(self) -> None:
         """Close all; idempotent."""
         for server in self._servers:
@@ -106,8 +119,9 @@ class SeveralReaders:
 
     @property
     def transport(self) -> str:
-        """No name of the registry; each record says which one moved its bytes."""
-        return "several"
+        """The name of the only one; of several, each record says which one moved its bytes."""
+        names = {reader.transport for reader in self._readers.values()}
+        return names.pop() if len(names) == 1 else "several"
 
     def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
         """Plan to read through the first way that works, and on through the next if it breaks."""

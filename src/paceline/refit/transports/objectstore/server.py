@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from paceline.refit.errors import PublishError
-from paceline.refit.model import WeightVersionShardManifest
+from paceline.refit.model import Shard, WeightVersion, WeightVersionShardManifest
 from paceline.refit.transports.address import manifest_path, object_path
 from paceline.refit.transports.objectstore.bucket import Bucket
+from paceline.refit.transports.objectstore.log import CommitLog
 
 
 class BucketObjectServer:
@@ -14,6 +15,9 @@ class BucketObjectServer:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._is_open = True
+        self._log = CommitLog(bucket)
+        self._ready: dict[str, tuple[WeightVersion, Sequence[Shard]]] = {}
+        """What is to be in the newest commit, also where an earlier one failed."""
 
     @property
     def transport(self) -> str:
@@ -50,6 +54,18 @@ class BucketObjectServer:
     def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
         """Delete it; idempotent."""
         self._bucket.remove(key_of_manifest(version_id, source_slot_id))
+
+    def commit_version(self, version: WeightVersion, shards: Sequence[Shard]) -> None:
+        """Commit it, and those of ours that an earlier commit could not tell of."""
+        self._ready[version.uid] = (version, shards)
+        for each in list(self._ready.values()):
+            self._log.add(*each)
+        self._ready = {version.uid: (version, shards)}
+
+    def retire_version(self, uid: str) -> None:
+        """Commit that it goes."""
+        self._ready.pop(uid, None)
+        self._log.drop(frozenset({uid}))
 
     def close(self) -> None:
         """Publish nothing more; what is there stays. Idempotent."""
