@@ -137,4 +137,4 @@ def test_loopback_serves_one_computer(keys: RunKeys) -> None:
     assert may_serve_on(here, "local")
     assert not may_serve_on(here, "vast")
     assert may_serve_on(there, "vast")
-    assert not may_serve_on(DataPlane(transports=("nixl",), host="10.0.0.7"), "vast")
+    assert not may_serve_on(DataPlane(transports=("nixl", "http"), host="10.0.0.7"), "vast")

@@ -54,8 +54,12 @@ def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes]
 
 
 def may_serve_on(plane: DataPlane, region: str) -> bool:
-    """Say whether others can read from here over HTTP: loopback is one computer only."""
-    return "http" in plane.transports and (region in ALONE or not is_loopback(plane.host))
+    """Say whether it pays to serve on: over HTTP, where others can reach this host.
+
+    Loopback is one computer only; with RDMA or a bucket before HTTP no uplink is narrow.
+    """
+    is_http = plane.transports[0] == "http"
+    return is_http and (region in ALONE or not is_loopback(plane.host))
 
 
 def open_supply(

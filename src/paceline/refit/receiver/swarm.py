@@ -17,7 +17,7 @@ from paceline.refit.model import Replica, WeightVersionShardManifest
 from paceline.refit.plan.sources import all_chunks
 from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
-from paceline.refit.transports.protocol import ObjectServer
+from paceline.refit.transports.protocol import ObjectServer, SupportsLoad
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +133,10 @@ class Swarm:
     def close(self) -> None:
         """Stop serving everything."""
         self.keep_only(frozenset())
+
+    def load(self) -> int:
+        """Return how many reads of others are answered now, as far as the server knows."""
+        return self._server.num_readers if isinstance(self._server, SupportsLoad) else 0
 
     def serve_chunk(self, chunk_id: str, data: memoryview) -> None:
         """Make one chunk readable; equal chunks are one object."""
@@ -253,6 +257,7 @@ class Membership:
             chunks=have.to_bytes(size, "little") if can_say else b"",
             coming=self.coming.to_bytes(size, "little") if can_say else b"",
             is_complete=is_complete,
+            load=self._swarm.load(),
             rates=tuple(fastest),
         )
 
