@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import PreflightError
+from paceline.core.errors import PreflightError, UsageError
 from paceline.refit import compose
 from paceline.refit.compose.data import DataPlane, open_reader, open_source
 from paceline.refit.compose.keys import RunKeys
 from paceline.refit.compose.supply import (
     may_serve_on,
     open_supply,
+    relay_port,
     signer,
     with_run_tls,
 )
@@ -128,6 +129,15 @@ def test_unfit_keys_are_said_before_anything_starts(parts: ExitStack) -> None:
     board: Any = None
     with pytest.raises(PreflightError, match="unfit verify_key"):
         open_supply(damaged, DataPlane(), board=board, worker_id="g", parts=parts)
+
+
+def test_the_port_to_serve_on_may_be_said() -> None:
+    """Machines that open few ports name one; anything else is refused with what to write."""
+    assert relay_port({}) == 0
+    assert relay_port({"PACELINE_RELAY_PORT": "20001"}) == 20001
+    for wrong in ("x", "-1", "70000", ""):
+        with pytest.raises(UsageError, match="write a port"):
+            relay_port({"PACELINE_RELAY_PORT": wrong})
 
 
 def test_loopback_serves_one_computer(keys: RunKeys) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,6 +14,9 @@ from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
+
+if TYPE_CHECKING:
+    from paceline.refit.plan.explain import Explanation, SourceLine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -178,7 +181,12 @@ def explain(
         plane.close()
     if as_json:
         click.echo(json.dumps(found.to_fields()))
-        return
+    else:
+        _print_explanation(found)
+
+
+def _print_explanation(found: "Explanation") -> None:
+    """Print the sentence, the ways that were weighed, and who has each version of the plan."""
     click.echo(f"{found.plan.kind.value}: {found.plan.reason}")
     if found.plan.options:
         click.echo()
@@ -197,20 +205,13 @@ def explain(
         )
     for uid, lines in found.sources.items():
         click.echo()
-        _print_table(
-            (f"sources of {uid}", "role", "region", "has", "MB/s", ""),
-            [
-                (
-                    line.worker_id,
-                    line.role,
-                    line.region or "-",
-                    f"{line.share:.0%}",
-                    "-" if line.bytes_per_s is None else f"{line.bytes_per_s / 1e6:.1f}",
-                    line.note,
-                )
-                for line in lines
-            ],
-        )
+        columns = (f"sources of {uid}", "role", "region", "has", "MB/s", "")
+        _print_table(columns, [_source_row(line) for line in lines])
+
+
+def _source_row(line: "SourceLine") -> Sequence[str]:
+    rate = "-" if line.bytes_per_s is None else f"{line.bytes_per_s / 1e6:.1f}"
+    return (line.worker_id, line.role, line.region or "-", f"{line.share:.0%}", rate, line.note)
 
 
 def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:

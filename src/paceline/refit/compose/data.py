@@ -42,6 +42,8 @@ class DataPlane:
     """The preferred first."""
     host: str = "127.0.0.1"
     """Where a trainer listens, and how others reach it."""
+    port: int = 0
+    """Where its HTTP server listens; 0 takes any."""
     bucket: str = ""
     """URL of the run's bucket and prefix, for ``objectstore``."""
     allow_http_bucket: bool = False
@@ -156,7 +158,9 @@ def _server(transport: str, plane: DataPlane, token: Callable[[], str], name: st
             door.close()
             raise
     else:
-        found = server_class(token=token, host=plane.host, options=_http_options(plane))
+        found = server_class(
+            token=token, host=plane.host, port=plane.port, options=_http_options(plane)
+        )
     return found
 
 

@@ -1,6 +1,6 @@
 """What a run's keys mean for moving bytes: TLS of its own, signatures, and the swarm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from paceline import system
-from paceline.core.errors import PreflightError
+from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.compose.data import DataPlane, open_source
 from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 REGION_VARIABLE = "PACELINE_REGION"
 """Environment variable that says which machines reach each other cheaply."""
+
+RELAY_PORT_VARIABLE = "PACELINE_RELAY_PORT"
+"""Environment variable that says where to serve on, on machines that open few ports."""
+PORT_MAX = 65535
 
 ALONE = frozenset({"", "local"})
 """Regions that are this computer."""
@@ -53,6 +57,14 @@ def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes]
     return lambda data, statement: sign_manifest(data, statement, key=key)
 
 
+def relay_port(environ: Mapping[str, str]) -> int:
+    """Return where this engine serves on what it fetched; 0 is any port. Raises UsageError."""
+    text = environ.get(RELAY_PORT_VARIABLE, "0")
+    if not text.isdecimal() or int(text) > PORT_MAX:
+        raise UsageError(f"{RELAY_PORT_VARIABLE} is {text!r}; write a port, or 0 for any")
+    return int(text)
+
+
 def may_serve_on(plane: DataPlane, region: str) -> bool:
     """Say whether it pays to serve on: over HTTP, where others can reach this host.
 
@@ -82,6 +94,7 @@ def open_supply(
 
     Raises:
         PreflightError: it cannot listen, or the credentials are unfit.
+        UsageError: the port in the environment is none.
     """
     from paceline.refit.receiver.install import Supply
     from paceline.refit.receiver.spread import Spread
@@ -95,7 +108,7 @@ def open_supply(
     if board is None or not may_serve_on(plane, region):
         return Supply(verify_key=key)
     server = open_source(
-        replace(plane, transports=("http",)),
+        replace(plane, transports=("http",), port=relay_port(system.environ())),
         token=lambda: credentials.data_token,
         name=f"{worker_id}-relay",
     )

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from paceline.refit.model import InstalledReport, Replica, Shard, WeightVersion
 from paceline.refit.plan.install import Holding, InstallPlan
 
+NEAR = "near: asked first"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLine:
@@ -102,29 +104,24 @@ def source_lines(
         )
         for each in shards
     ]
-    for each in replicas:
-        if each.worker_id == worker_id or not each.manifest_endpoint:
-            continue
-        is_near = each.region == region
-        bits = int.from_bytes(each.chunks, "little").bit_count()
-        share = bits / (8 * len(each.chunks)) if each.chunks else 0.0
-        lines.append(
-            SourceLine(
-                worker_id=each.worker_id,
-                role="generator",
-                region=each.region,
-                share=1.0 if each.is_complete else share,
-                bytes_per_s=rates.get(each.worker_id),
-                note="near: asked first" if is_near else "far: another region",
-            )
-        )
-    return tuple(
-        sorted(
-            lines,
-            key=lambda line: (
-                not line.note.startswith("near"),
-                -(line.bytes_per_s or 0.0),
-                line.worker_id,
-            ),
-        )
+    others = (each for each in replicas if each.worker_id != worker_id and each.manifest_endpoint)
+    lines += [_replica_line(each, region=region, rates=rates) for each in others]
+    return tuple(sorted(lines, key=_likelihood))
+
+
+def _replica_line(replica: Replica, *, region: str, rates: Mapping[str, float]) -> SourceLine:
+    bits = int.from_bytes(replica.chunks, "little").bit_count()
+    share = bits / (8 * len(replica.chunks)) if replica.chunks else 0.0
+    return SourceLine(
+        worker_id=replica.worker_id,
+        role="generator",
+        region=replica.region,
+        share=1.0 if replica.is_complete else share,
+        bytes_per_s=rates.get(replica.worker_id),
+        note=NEAR if replica.region == region else "far: another region",
     )
+
+
+def _likelihood(line: SourceLine) -> tuple[bool, float, str]:
+    """Smaller is asked first."""
+    return line.note != NEAR, -(line.bytes_per_s or 0.0), line.worker_id

@@ -152,6 +152,11 @@ class _Flight:
     is_first: bool = False
     """Its bytes are the ones that count."""
 
+    def seen_at(self, now_s: float) -> Flight:
+        """Return it as the plan sees it."""
+        elapsed_s = now_s - self.started_s
+        return Flight(chunk=self.read.chunk, worker_id=self.read.worker_id, elapsed_s=elapsed_s)
+
 
 class _Run:
     """One fetch of one payload: reads are started, ended and noted in the caller's thread."""
@@ -243,14 +248,7 @@ class _Run:
             coming=coming,
             landed=self._landed,
             region=self._swarm.region,
-            flights=tuple(
-                Flight(
-                    chunk=each.read.chunk,
-                    worker_id=each.read.worker_id,
-                    elapsed_s=now_s - each.started_s,
-                )
-                for each in self._flights
-            ),
+            flights=tuple(each.seen_at(now_s) for each in self._flights),
             stalled_s=now_s - self._progressed_s,
             chunk_bytes=chunks[0].size if chunks else 1,
             policy=self._options.policy,
