@@ -136,7 +136,7 @@ def verify(*, version: str, base: Path | None, as_json: bool, **connection: Any)
     checkpoint that it applies to. For any other name the control service is asked for its chain
     back to a full version: every one READY, described, on the root digest that it names, every
     slot offered. With --credentials every manifest is fetched and compared with its advertised
-    digest too.
+    digest too, and with the run's signature if they hold its key.
     """
     folder = Path(version)
     if folder.is_dir():
@@ -219,9 +219,9 @@ def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:
 
     plane = _connect(**connection)
     given = connection["credentials"]
-    token = compose.load_credentials(given).data_token if given else None
+    credentials = compose.load_credentials(given) if given else None
     try:
-        problems = compose.verify_version(plane, uid, data_token=token)
+        problems = compose.verify_version(plane, uid, credentials=credentials)
     finally:
         plane.close()
     if as_json:

@@ -14,7 +14,16 @@ from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
 from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
-from paceline.refit.manifest.signature import Statement, sign_manifest, signing_key, verify_key
+from paceline.refit.manifest.signature import (
+    Statement,
+    Trust,
+    parse_signed,
+    sign_manifest,
+    signing_key,
+    statement_of,
+    verify_key,
+)
+from paceline.refit.model import WeightVersion
 
 if TYPE_CHECKING:
     from paceline.refit.receiver.install import Supply
@@ -55,6 +64,17 @@ def signer(credentials: auth.Credentials) -> Callable[[bytes, Statement], bytes]
     except ValueError as exc:
         raise PreflightError(f"the credentials hold an unfit signing_key: {exc}") from exc
     return lambda data, statement: sign_manifest(data, statement, key=key)
+
+
+def check_of(version: WeightVersion, credentials: auth.Credentials) -> Callable[[bytes], None]:
+    """Return what refuses a manifest that the run did not sign for a version. VerifyError."""
+
+    def check(data: bytes) -> None:
+        if credentials.verify_key:
+            key = verify_key(credentials.verify_key)
+            Trust(key=key, expected=statement_of(version)).check(parse_signed(data))
+
+    return check
 
 
 def relay_port(environ: Mapping[str, str]) -> int:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 from paceline.refit.errors import ParseError, ParseReason, VerifyError
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX, load_object, parse_manifest
 from paceline.refit.manifest.v1 import Manifest, text_problem
+from paceline.refit.model import WeightVersion
 
 SCHEMA: Final = "paceline.signature.v1"
 TRAILER_BYTES_MAX: Final = 16 * 1024
@@ -66,6 +67,20 @@ class Trust:
     def check(self, signed: SignedManifest) -> None:
         """Refuse anything else. Raises VerifyError."""
         verify_signed(signed, expected=self.expected, key=self.key)
+
+
+def statement_of(version: WeightVersion) -> Statement:
+    """Return what the trainer must have signed about a version. Raises VerifyError."""
+    said = version.description
+    if said is None:
+        raise VerifyError(f"version {version.uid} has no description; nothing can be signed of it")
+    return Statement(
+        run_id=said.run_id,
+        version_id=version.uid,
+        sequence=said.sequence,
+        root_digest=said.root_digest,
+        parent_root=said.parent_root,
+    )
 
 
 def signing_key(text: str) -> Ed25519PrivateKey:

@@ -17,7 +17,7 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
 from paceline.refit.kernels.registry import process_tools
-from paceline.refit.manifest.signature import Statement, Trust
+from paceline.refit.manifest.signature import Trust, statement_of
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
 from paceline.refit.plan import Costs
@@ -230,18 +230,6 @@ def require_description(version: WeightVersion) -> VersionDescription:
     if version.description is None:
         raise VerifyError(f"version {version.uid} has no description; it cannot be proven")
     return version.description
-
-
-def statement_of(version: WeightVersion) -> Statement:
-    """Return what the trainer must have signed about a version. Raises VerifyError."""
-    said = require_description(version)
-    return Statement(
-        run_id=said.run_id,
-        version_id=version.uid,
-        sequence=said.sequence,
-        root_digest=said.root_digest,
-        parent_root=said.parent_root,
-    )
 
 
 def require_one_slot(version: WeightVersion, sources: Sequence[Shard]) -> str:
