@@ -242,12 +242,12 @@ class Receiver:
         self._newest = newest_sequence(versions)
         uids = frozenset(version.uid for version in versions)
         self._refusals.keep_only(uids)
+        self._installer.keep_only(uids)
         self._first_seen = {
             version.uid: self._first_seen.get(version.uid, now_s)
             for version in versions
             if version.state is VersionState.READY
         }
-        self._installer.keep_only(frozenset(self._first_seen))
         held = self._engine.installed()
         plan = plan_install(
             versions,
