@@ -81,6 +81,8 @@ class Spread:
         self._options = options or SpreadOptions()
         self._book = SourceBook()
         self._unfinished: tuple[str, PayloadBuffer] | None = None
+        self._had_company = True
+        """Others fetched the last payload too, or nothing was fetched yet."""
 
     def fetch(self, order: Order) -> dict[str, memoryview]:
         """Return every object of a manifest, whole and proven chunk by chunk.
@@ -105,14 +107,18 @@ class Spread:
             ),
             payload=payload,
         )
-        _Run(
+        run = _Run(
             order,
             payload,
             membership,
             swarm=self.swarm,
             book=self._book,
             options=self._options,
-        ).fetch()
+        )
+        if not self._had_company:
+            run.landed = self._options.policy.far_reads_max
+        run.fetch()
+        self._had_company = bool(membership.others(rates=self._book.rates()))
         self._unfinished = None
         return dict(payload.objects())
 
@@ -187,7 +193,8 @@ class _Run:
         self._records: dict[str, TransferRecord] = {}
         self._progressed_s = self._clock.monotonic()
         self._given_up: frozenset[str] = frozenset()
-        self._landed = 0
+        self.landed = 0
+        """Reads from far away that went well: there is room for one more for each."""
         self._pool = ThreadPoolExecutor(options.policy.reads_max, thread_name_prefix="fetch")
 
     def fetch(self) -> None:
@@ -207,7 +214,6 @@ class _Run:
                     self._start(read)
         finally:
             self._end()
-        self._membership.others(rates=self._book.rates())
 
     def _forgive_if_alone(self) -> None:
         """Try whoever failed or lied before, if there is nobody else: every byte is proven."""
@@ -246,7 +252,7 @@ class _Run:
             ),
             members=tuple(sorted([self._swarm.worker_id, *(each.worker_id for each in members)])),
             coming=coming,
-            landed=self._landed,
+            landed=self.landed,
             region=self._swarm.region,
             flights=tuple(each.seen_at(now_s) for each in self._flights),
             stalled_s=now_s - self._progressed_s,
@@ -370,7 +376,7 @@ class _Run:
             seconds = flight.ended_s - flight.started_s
             self._book.note_read(name, num_bytes=flight.done.num_bytes, seconds=seconds)
             self._note(name, flight)
-            self._landed += self._is_far(name)
+            self.landed += self._is_far(name)
         if flight.is_first:
             self._progressed_s = now_s
             self._membership.offer(flight.read.chunk)
