@@ -12,7 +12,7 @@ PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 
 # what must be tested whole: the code that decides
-PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types layers clients unit coverage proto proto-check peer nightly bench docs format system image constraints clean
@@ -97,7 +97,7 @@ proto-check: $(PROTO_VENV)/bin/python  ## the protobuf modules are what the .pro
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py --check
 
 bench: setup peer  ## every benchmark, as JSON
-	@for b in $(filter-out %/bars.py %/snapshots.py %/peer_worker.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
+	@for b in $(filter-out %/bars.py %/snapshots.py %/peer_worker.py %/link_worker.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
 
 docs: $(BIN)/python  ## build the documentation, strictly
 	$(PIP) --editable '.[docs]'

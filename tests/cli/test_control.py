@@ -13,16 +13,18 @@ from click.testing import CliRunner
 
 import paceline
 from paceline.cli.versions import versions
-from paceline.core.errors import PreflightError
+from paceline.core.errors import PreflightError, UsageError
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.control.protocol import ControlClient
 from paceline.refit.errors import ControlUnavailableError, NotFoundError
+from paceline.refit.model import Replica
 from paceline.testing.contracts.control import (
     DESCRIPTION,
     FULL,
     GENERATOR,
     MODEL,
+    REPORT,
     SEED,
     TRAINER,
     TTL_S,
@@ -41,7 +43,7 @@ TIMEOUT_S = 60
 class Served:
     """A service in this process and what reaches it."""
 
-    plane: ControlPlane
+    plane: ControlClient
     options: list[str]
 
 
@@ -56,7 +58,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     service.stop()
 
 
-def publish(plane: ControlPlane) -> str:
+def publish(plane: ControlClient) -> str:
     """Make a described READY version with a reader, and return its uid."""
     plane.register_worker(TRAINER, ttl_seconds=TTL_S)
     plane.register_worker(GENERATOR, ttl_seconds=TTL_S)
@@ -116,6 +118,48 @@ def test_verify_says_what_is_wrong_and_with_which_status(served: Served) -> None
     described = replace(DESCRIPTION, parent_root=None)
     served.plane.describe_version(uid, described)
     assert "can be installed" in run("verify", uid, *served.options)
+
+
+def test_explain_says_why_and_from_whom(served: Served) -> None:
+    """The plan, the ways that were weighed and who has the bytes, as text and as JSON."""
+    plane = served.plane
+    plane.register_worker(TRAINER, ttl_seconds=TTL_S)
+    uid = plane.create_version(FULL).uid
+    for slot in FULL.expected_source_slots:
+        plane.create_shard(shard_of(uid, slot))
+    plane.describe_version(uid, replace(DESCRIPTION, parent_root=None))
+    slot = FULL.expected_source_slots[0]
+    for name, chunks in (("g-0", b"\x0f"), ("g-1", b"")):
+        plane.register_worker(replace(GENERATOR, worker_id=name), ttl_seconds=60)
+        plane.announce_replica(
+            Replica(
+                version_id=uid,
+                source_slot_id=slot,
+                worker_id=name,
+                manifest_endpoint=f"http://{name}/v1/manifests/v/s",
+                region="eu",
+                chunks=chunks,
+                is_complete=not chunks,
+                rates=(("t-0", 2.5e6),),
+            )
+        )
+    words = ("explain", "--model", MODEL, *served.options)
+    shown = json.loads(run(*words, "--json"))
+    assert (shown["kind"], shown["path"], shown["held"]) == ("full", [uid], None)
+    assert shown["options"][0]["seconds"] is None
+    fresh = run(*words)
+    assert "nothing is installed; full version" in fresh
+    plane.report_installed(replace(REPORT, version_id="", sequence=-1, root_digest=""))
+    told = json.loads(run(*words, "--worker", "g-0", "--json"))
+    assert told["options"][0]["seconds"] > 0
+    lines = told["sources"][uid]
+    assert [line["worker_id"] for line in lines] == ["g-1", "t-0", "t-0"]
+    assert lines[0]["note"] == "near: asked first"
+    assert lines[1]["bytes_per_s"] == 2.5e6
+    held = json.loads(run(*words, "--from", str(DESCRIPTION.sequence), "--json"))
+    assert (held["kind"], held["path"]) == ("nothing", [])
+    with pytest.raises(UsageError, match="no engine that has reported"):
+        run(*words, "--worker", "g-9")
 
 
 def test_errors_pass_to_the_one_place_that_prints_them(served: Served, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,6 +14,9 @@ from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.model import WeightVersion
+
+if TYPE_CHECKING:
+    from paceline.refit.plan.explain import Explanation, SourceLine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,7 +137,7 @@ def verify(*, version: str, base: Path | None, as_json: bool, **connection: Any)
     checkpoint that it applies to. For any other name the control service is asked for its chain
     back to a full version: every one READY, described, on the root digest that it names, every
     slot offered. With --credentials every manifest is fetched and compared with its advertised
-    digest too.
+    digest too, and with the run's signature if they hold its key.
     """
     folder = Path(version)
     if folder.is_dir():
@@ -143,14 +146,83 @@ def verify(*, version: str, base: Path | None, as_json: bool, **connection: Any)
     return _verify_published(version, as_json=as_json, **connection)
 
 
+@versions.command()
+@click.option("--model", "model_name", required=True, help="Name of the model.")
+@click.option("--run", "run_id", help="Only versions of this run.")
+@click.option("--worker", "worker_id", default="", help="An engine; default: one that comes new.")
+@click.option(
+    "--from",
+    "from_sequence",
+    type=click.IntRange(min=0),
+    help="Suppose that it holds this sequence.",
+)
+@_connection
+def explain(
+    *,
+    model_name: str,
+    run_id: str | None,
+    worker_id: str,
+    from_sequence: int | None,
+    as_json: bool,
+    **connection: Any,
+) -> None:
+    """Say what an engine would install now, which ways were weighed, and who has the bytes."""
+    from paceline.refit import compose
+
+    plane = _connect(**connection)
+    try:
+        found = compose.explain_versions(
+            plane,
+            model_name=model_name,
+            run_id=run_id,
+            worker_id=worker_id,
+            from_sequence=from_sequence,
+        )
+    finally:
+        plane.close()
+    if as_json:
+        click.echo(json.dumps(found.to_fields()))
+    else:
+        _print_explanation(found)
+
+
+def _print_explanation(found: "Explanation") -> None:
+    """Print the sentence, the ways that were weighed, and who has each version of the plan."""
+    click.echo(f"{found.plan.kind.value}: {found.plan.reason}")
+    if found.plan.options:
+        click.echo()
+        _print_table(
+            ("way", "versions", "to sequence", "bytes", "seconds"),
+            [
+                (
+                    option.kind.value,
+                    " ".join(option.uids),
+                    str(option.sequence),
+                    str(option.payload_bytes),
+                    "-" if option.seconds is None else f"{option.seconds:.2f}",
+                )
+                for option in found.plan.options
+            ],
+        )
+    for uid, lines in found.sources.items():
+        click.echo()
+        columns = (f"sources of {uid}", "role", "region", "has", "MB/s", "")
+        _print_table(columns, [_source_row(line) for line in lines])
+
+
+def _source_row(line: "SourceLine") -> Sequence[str]:
+    rate = "-" if line.bytes_per_s is None else f"{line.bytes_per_s / 1e6:.1f}"
+    return (line.worker_id, line.role, line.region or "-", f"{line.share:.0%}", rate, line.note)
+
+
 def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:
     from paceline.refit import compose
 
     plane = _connect(**connection)
     given = connection["credentials"]
-    token = compose.load_credentials(given).data_token if given else None
+    credentials = compose.load_credentials(given) if given else None
     try:
-        problems = compose.verify_version(plane, uid, data_token=token)
+        problems = compose.verify_version(plane, uid, credentials=credentials)
     finally:
         plane.close()
     if as_json:

@@ -251,6 +251,31 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One generator's copy of a shard's payload, whole or growing, and what it knows of others."""
+
+    version_id: str
+    source_slot_id: str
+    worker_id: str
+    manifest_endpoint: str = ""
+    """Where others read the manifest and the chunks; empty: it serves nobody."""
+    region: str = ""
+    """Workers of one region reach each other cheaply."""
+    chunks: bytes = b""
+    """Which chunks it has: bit ``n % 8`` of byte ``n // 8``, counted through the objects."""
+    is_complete: bool = False
+    """It has all of them, whatever ``chunks`` says."""
+    coming: bytes = b""
+    """Which chunks it is reading from far away now, written as ``chunks`` is."""
+    load: int = 0
+    """Reads of others that it answers now."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """(source's worker id, bytes per second) as it measured them."""
+    updated_at_unix_ms: int = 0
+    """Set by the service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
     """Which READY versions of a model stay; see retention.plan_releases."""
 

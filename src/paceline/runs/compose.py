@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline import system
 from paceline.core.clock import Clock
@@ -34,6 +35,9 @@ from paceline.runs.owner import OwnerLock
 from paceline.runs.run import RunDriver, RunParts, Watcher
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    from paceline.refit.compose import RunKeys
 
 CONTROL_TIMEOUT_S = 5.0
 KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
@@ -202,6 +206,13 @@ class _Control:
     tokens: Mapping[str, str]
     authority: str = ""
     """PEM of the certificate that the service's clients trust."""
+    keys: "RunKeys | None" = None
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """What must not be shown in any output."""
+        keys = () if self.keys is None else (self.keys.signing_key,)
+        return (*self.tokens.values(), *keys)
 
     def secrets_of(self, role: RoleSpec) -> Mapping[str, str]:
         """Return what a role of this kind may know, as files."""
@@ -212,6 +223,7 @@ class _Control:
             "role": name,
             "control_token": self.tokens[name],
             "data_token": self.tokens["data"],
+            **({} if self.keys is None else self.keys.credentials_of(name)),
         }
         return {CREDENTIALS_FILE: json.dumps(credentials), AUTHORITY_FILE: self.authority}
 
@@ -254,6 +266,7 @@ def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
             plane=plane,
             tokens={**tokens, "data": data_token},
             authority=trusted.read_text(encoding="ascii"),
+            keys=refit_compose.create_run_keys(secrets / "keys.json"),
         )
 
 
@@ -264,11 +277,13 @@ def _drive(
     roles = slots_of(job)
 
     def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
-        return role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
+        env = role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
+        # Machines of one provider are near each other, until somebody knows better.
+        return {"PACELINE_REGION": backend, **env}
 
     def redact(text: str) -> str:
-        for token in control.tokens.values():
-            text = text.replace(token, "[token]")
+        for secret in control.secrets:
+            text = text.replace(secret, "[token]")
         return text
 
     journal = Journal(out / JOURNAL, clock=services.clock)

@@ -181,7 +181,7 @@ def test_private_files_are_private_from_the_start(tmp_path: Path) -> None:
 
 
 def test_credentials_are_read_and_never_shown(tmp_path: Path) -> None:
-    """The three fields arrive, and the repr has no token in it."""
+    """The fields arrive, those of keys if they are there, and the repr has no secret in it."""
     path = tmp_path / "credentials.json"
     fields = {"role": "trainer", "control_token": "secret-1", "data_token": "secret-2"}
     write_private_json(path, fields)
@@ -192,9 +192,13 @@ def test_credentials_are_read_and_never_shown(tmp_path: Path) -> None:
         "secret-2",
     )
     assert "secret" not in repr(credentials)
+    write_private_json(path, {**fields, "verify_key": "public", "signing_key": "secret-3"})
+    signing = load_credentials(path)
+    assert (signing.verify_key, signing.signing_key) == ("public", "secret-3")
+    assert "secret" not in repr(signing)
     for wrong in ({"role": "trainer"}, {**fields, "extra": "x"}):
         write_private_json(path, wrong)
-        with pytest.raises(PreflightError, match="must hold exactly role"):
+        with pytest.raises(PreflightError, match="must hold role"):
             load_credentials(path)
 
 

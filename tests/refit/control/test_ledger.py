@@ -25,6 +25,7 @@ from paceline.store.memory import MemoryStore
 from paceline.store.protocol import Store
 from paceline.store.sqlite import SqliteStore
 from paceline.testing.clock import FakeClock
+from paceline.testing.contracts.board import ReplicaBoardContract
 from paceline.testing.contracts.control import (
     EVENT,
     FULL,
@@ -53,12 +54,12 @@ def ledger_over(store: Store, limits: Limits | None = None) -> ControlLedger:
     return ledger
 
 
-class TestLedgerInMemory(ControlPlaneContract):
+class TestLedgerInMemory(ControlPlaneContract, ReplicaBoardContract):
     def make(self, clock: FakeClock) -> ControlLedger:
         return ControlLedger(MemoryStore(clock=clock), nonce=counting())
 
 
-class TestLedgerInSqlite(ControlPlaneContract):
+class TestLedgerInSqlite(ControlPlaneContract, ReplicaBoardContract):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self._path = tmp_path / "control.db"

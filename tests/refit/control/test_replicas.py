@@ -12,6 +12,7 @@ from paceline.store.protocol import ConflictError
 from paceline.store.redis import RedisStore
 from paceline.system import system_clock
 from paceline.testing.clock import FakeClock
+from paceline.testing.contracts.board import ReplicaBoardContract
 from paceline.testing.contracts.control import ControlPlaneContract
 from paceline.testing.fakes.control import counting
 from paceline.testing.redis_server import NEEDS, RedisServer, redis_program
@@ -53,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     made.stop()
 
 
-class TestReplicasOverRedis(ControlPlaneContract):
+class TestReplicasOverRedis(ControlPlaneContract, ReplicaBoardContract):
     @pytest.fixture(autouse=True)
     def _place(self, server: RedisServer) -> None:
         self.url = server.url

@@ -30,6 +30,7 @@ from paceline.refit.wire.rpc import CONTROL_RPCS, HEALTH_SERVICE, RPCS, Message,
 from paceline.store.memory import MemoryStore
 from paceline.store.protocol import StoreError
 from paceline.testing.clock import FakeClock
+from paceline.testing.contracts.board import ReplicaBoardContract
 from paceline.testing.contracts.control import (
     EVENT,
     FULL,
@@ -53,7 +54,7 @@ def service() -> Iterator[LoopbackControl]:
     made.stop()
 
 
-class TestOverGrpc(ControlPlaneContract):
+class TestOverGrpc(ControlPlaneContract, ReplicaBoardContract):
     @pytest.fixture(autouse=True)
     def _services(self) -> Iterator[None]:
         self._made: list[LoopbackControl] = []
@@ -161,6 +162,8 @@ def values_of(field: FieldDescriptor) -> st.SearchStrategy[object]:
         one: st.SearchStrategy[object] = messages_of(field.message_type)
     elif field.type == FieldDescriptor.TYPE_STRING:
         one = TEXTS
+    elif field.type == FieldDescriptor.TYPE_BYTES:
+        one = st.binary(max_size=8)
     elif field.type == FieldDescriptor.TYPE_DOUBLE:
         one = st.floats()
     else:

@@ -6,7 +6,7 @@ from hashlib import sha256
 import pytest
 
 from paceline.refit.control.verify import check_chain, check_manifests
-from paceline.refit.errors import FetchError
+from paceline.refit.errors import FetchError, VerifyError
 from paceline.refit.model import VersionState, WeightPayloadFormat, WeightVersion
 from paceline.testing.contracts.control import DESCRIPTION, FULL, MODEL, shard_of
 
@@ -81,6 +81,12 @@ def test_manifests_are_compared_with_what_was_advertised() -> None:
 
     wrong = replace(good, source_slot_id="rank-1", manifest_digest="d")
     absent = replace(good, source_slot_id="rank-2", manifest_endpoint="nowhere")
+
+    def refuse(data: bytes) -> None:
+        raise VerifyError("not signed")
+
+    (unsigned,) = check_manifests([good], read, check=refuse)
+    assert "not signed" in unsigned
     problems = check_manifests([good, wrong, absent], read)
     assert len(problems) == 2
     assert "rank-1" in problems[0]

@@ -146,7 +146,11 @@ def make() -> Iterator[Callable[..., World]]:
             source=source,
             clock=clock,
             options=PublisherOptions(
-                model_name="m", run_id="run", worker_id="t0", heartbeat_wait=beats, **options
+                model_name="m",
+                run_id="run",
+                worker_id="t0",
+                heartbeat_wait=beats,
+                **{"compose": False, **options},
             ),
             notify=lambda name, fields: told.append((name, fields)),
         )

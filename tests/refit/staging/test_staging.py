@@ -11,6 +11,7 @@ from paceline.refit.errors import StagingError
 from paceline.refit.model import TensorBuffer
 from paceline.refit.staging.host import Arena, ArenaRing
 from paceline.refit.staging.in_place import InPlaceGuard
+from paceline.refit.staging.shelf import ObjectShelf
 from paceline.testing.clock import FakeClock
 
 
@@ -139,3 +140,13 @@ def test_in_place_finds_mutation() -> None:
     steps[0] += 1
     with pytest.raises(StagingError, match="counters"):
         guard.verify(by_digest=False)
+
+
+def test_a_shelf_counts_who_is_inside() -> None:
+    """The load that a relay tells others is the number of reads that it answers now."""
+    shelf = ObjectShelf()
+    shelf.put("o", [memoryview(b"abc")])
+    assert shelf.num_readers == 0
+    with shelf.reading("o"), shelf.reading("o"), shelf.reading("missing"):
+        assert shelf.num_readers == 2
+    assert shelf.num_readers == 0

@@ -16,6 +16,7 @@ from paceline.refit.model import (
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    Replica,
     Shard,
     VersionDescription,
     VersionRequest,
@@ -138,6 +139,24 @@ ROUND_TRIPS: dict[
         ),
         convert.to_report,
         convert.parse_report,
+    ),
+    "replica": (
+        st.builds(
+            Replica,
+            version_id=texts,
+            source_slot_id=texts,
+            worker_id=texts,
+            manifest_endpoint=texts,
+            region=texts,
+            chunks=st.binary(max_size=20),
+            coming=st.binary(max_size=20),
+            is_complete=st.booleans(),
+            load=st.integers(0, 2**32 - 1),
+            rates=st.lists(st.tuples(texts, times), max_size=3).map(tuple),
+            updated_at_unix_ms=counts,
+        ),
+        convert.to_replica,
+        convert.parse_replica,
     ),
     "event": (
         st.builds(

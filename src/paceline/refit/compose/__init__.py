@@ -14,6 +14,8 @@ from paceline.refit.compose.control import (
     verify_version,
 )
 from paceline.refit.compose.engine import EngineService, EngineServiceConfig, start_engine
+from paceline.refit.compose.explain import explain_versions
+from paceline.refit.compose.keys import RunKeys, create_run_keys, read_run_keys
 from paceline.refit.compose.trainer import (
     RunSettings,
     TrainerConnection,
@@ -27,16 +29,20 @@ __all__ = [
     "ControlService",
     "EngineService",
     "EngineServiceConfig",
+    "RunKeys",
     "RunSettings",
     "TrainerConnection",
     "connect_control",
     "connect_rollouts",
     "create_certificate_files",
+    "create_run_keys",
     "create_token_file",
+    "explain_versions",
     "join_run",
     "load_credentials",
     "new_control_certificates",
     "open_store",
+    "read_run_keys",
     "run_settings",
     "start_control_server",
     "start_engine",

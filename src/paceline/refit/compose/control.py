@@ -15,7 +15,6 @@ from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.model import ObjectStorageSource
-from paceline.refit.transports.registry import OBJECT_READERS
 from paceline.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -244,39 +243,40 @@ def create_certificate_files(
 MANIFEST_TIMEOUT_S = 10.0
 
 
-def verify_version(plane: ControlClient, uid: str, *, data_token: str | None) -> Sequence[str]:
+def verify_version(
+    plane: ControlClient, uid: str, *, credentials: auth.Credentials | None
+) -> Sequence[str]:
     """Return what stands in the way of installing a version from nothing; empty if nothing does.
 
     Args:
         plane: of the caller.
         uid: the version.
-        data_token: reads the manifests of all sources and compares their digests; None looks
-            at the records only.
+        credentials: reads the manifests of all sources and compares their digests, and their
+            signatures if they hold a key; None looks at the records only.
 
     Raises:
         NotFoundError: the version, or one that it stands on, is gone.
     """
+    from paceline.refit.compose.data import DataPlane, open_reader
+    from paceline.refit.compose.supply import check_of, with_run_tls
     from paceline.refit.control.verify import check_chain, check_manifests
 
     chain = plane.get_chain(uid)
     shards = {version.uid: plane.list_shards(version.uid) for version in chain}
     problems = list(check_chain(chain, shards))
-    if data_token is None:
+    if credentials is None:
         return problems
-    reader_class: Any = load_entry(OBJECT_READERS, "http", port="transport")
-    reader = reader_class(
-        token=lambda: data_token, clock=system.system_clock(), chance=system.chance
-    )
-    try:
-        for offered in shards.values():
-            problems += check_manifests(
-                offered,
-                partial(
-                    reader.read_manifest, size_max=MANIFEST_BYTES_MAX, timeout_s=MANIFEST_TIMEOUT_S
-                ),
-            )
-    finally:
-        reader.close()
+    with ExitStack() as parts:
+        data = with_run_tls(DataPlane(), credentials, parts)
+        token = credentials.data_token
+        reader = open_reader(data, token=lambda: token, name="verify")
+        parts.callback(reader.close)
+        read = partial(
+            reader.read_manifest, size_max=MANIFEST_BYTES_MAX, timeout_s=MANIFEST_TIMEOUT_S
+        )
+        for version in chain:
+            check = check_of(version, credentials)
+            problems += check_manifests(shards[version.uid], read, check=check)
     return problems
 
 

@@ -42,6 +42,8 @@ class DataPlane:
     """The preferred first."""
     host: str = "127.0.0.1"
     """Where a trainer listens, and how others reach it."""
+    port: int = 0
+    """Where its HTTP server listens; 0 takes any."""
     bucket: str = ""
     """URL of the run's bucket and prefix, for ``objectstore``."""
     allow_http_bucket: bool = False
@@ -51,6 +53,8 @@ class DataPlane:
     key: Path | None = None
     trusted: Path | None = None
     """PEM authorities that https:// sources are checked with; the system's without one."""
+    server_name: str | None = None
+    """What https:// sources must prove to be; the host that they are reached by without one."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.transports if name not in _SCHEMES]
@@ -68,7 +72,9 @@ class DataPlane:
 def data_plane(environ: Mapping[str, str], *, run_id: str) -> DataPlane:
     """Read the PACELINE_ variables about the data plane. Raises UsageError."""
     bucket = environ.get("PACELINE_BUCKET", "")
-    paths = {field: Path(environ[name]) for name, field in _PATHS.items() if environ.get(name)}
+    paths: dict[str, Any] = {
+        field: Path(environ[name]) for name, field in _PATHS.items() if environ.get(name)
+    }
     return DataPlane(
         transports=tuple(environ.get("PACELINE_TRANSPORTS", "http").split(",")),
         host=environ.get("PACELINE_HOST", "127.0.0.1"),
@@ -152,7 +158,9 @@ def _server(transport: str, plane: DataPlane, token: Callable[[], str], name: st
             door.close()
             raise
     else:
-        found = server_class(token=token, host=plane.host, options=_http_options(plane))
+        found = server_class(
+            token=token, host=plane.host, port=plane.port, options=_http_options(plane)
+        )
     return found
 
 
@@ -166,7 +174,7 @@ def _reader(transport: str, plane: DataPlane, token: Callable[[], str], name: st
         found = reader_class(_agent(name), _reader("http", plane, token, name), clock=clock)
     else:
         options_class: Any = load_entry(_HTTP, "reader", port="transport")
-        options = options_class(trusted=_trusted(plane.trusted))
+        options = options_class(trusted=_trusted(plane.trusted), server_name=plane.server_name)
         found = reader_class(token=token, clock=clock, chance=system.chance, options=options)
     return found
 

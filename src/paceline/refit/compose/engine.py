@@ -4,7 +4,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import system
 from paceline.core.clock import Clock
@@ -18,7 +18,8 @@ from paceline.refit.compose.data import (
     is_bucket,
     open_reader,
 )
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.compose.supply import open_supply, with_run_tls
+from paceline.refit.control.protocol import ControlClient, ControlPlane
 from paceline.refit.errors import ControlUnavailableError
 from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
 from paceline.refit.generators.registry import ROLLOUT_ENGINES
@@ -171,6 +172,7 @@ def _receiver_for(
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
     name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
     plane = config.data or data_plane(system.environ(), run_id=config.run_id)
+    plane = with_run_tls(plane, credentials, parts)
     reader = open_reader(plane, token=lambda: credentials.data_token, name=f"{name}-sink")
     parts.callback(reader.close)
     return Receiver(
@@ -186,6 +188,13 @@ def _receiver_for(
         reader=reader,
         clock=clock,
         chance=system.chance,
+        supply=open_supply(
+            credentials,
+            plane,
+            board=None if is_bucket(config.control) else cast(ControlClient, control),
+            worker_id=name,
+            parts=parts,
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.compose.data import DataPlane, data_plane, open_source
+from paceline.refit.compose.supply import signer, with_run_tls
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.delta.choice import LOCAL, Link
@@ -182,7 +183,7 @@ class TrainerConnection:
         )
         trainer.bind_tensors(tensors)
         server = open_source(
-            self.settings.data,
+            with_run_tls(self.settings.data, self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
             name=f"{self.worker_id}-source",
         )
@@ -199,6 +200,7 @@ class TrainerConnection:
                 staging_mode=self.settings.staging_mode,
                 payload_format=self.settings.payload_format,
                 anchor_every=self.settings.anchor_every,
+                sign=signer(self._credentials),
             ),
             notify=self.notify,
         )

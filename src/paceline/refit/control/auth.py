@@ -54,6 +54,7 @@ _READS = frozenset(
         "ListDeltas",
         "GetRetention",
         "ListTombstones",
+        "ListReplicas",
     }
 )
 
@@ -78,6 +79,8 @@ RIGHTS: Final[Mapping[TokenRole, frozenset[str]]] = {
         "RegisterVersionLease",
         "DeleteVersionLease",
         "ReportInstalled",
+        "AnnounceReplica",
+        "WithdrawReplica",
         "RecordEvent",
     },
     TokenRole.READER: _READS,
@@ -141,6 +144,13 @@ class Credentials:
     role: str
     control_token: str = field(repr=False)
     data_token: str = field(repr=False)
+    verify_key: str = ""
+    """The run's public key: only manifests that it signed are believed. Empty: none is needed."""
+    signing_key: str = field(default="", repr=False)
+    """The private one; only the trainer has it."""
+    data_certificate: str = ""
+    """PEM that this process serves bytes with and believes others by; empty: no TLS."""
+    data_key: str = field(default="", repr=False)
 
 
 def authorize(
@@ -196,11 +206,13 @@ def read_tokens(path: Path) -> Mapping[TokenRole, str]:
 def load_credentials(path: Path) -> Credentials:
     """Return what a credentials file holds. Raises PreflightError."""
     fields = read_private_json(path)
-    wanted = {"role", "control_token", "data_token"}
-    if fields.keys() != wanted:
-        wrong = ", ".join(sorted(fields.keys() ^ wanted))
+    needed = {"role", "control_token", "data_token"}
+    further = {"verify_key", "signing_key", "data_certificate", "data_key"}
+    wrong = (needed - fields.keys()) | (fields.keys() - needed - further)
+    if wrong:
         raise PreflightError(
-            f"{path} must hold exactly role, control_token and data_token; look at: {wrong}"
+            f"{path} must hold role, control_token and data_token, may hold "
+            f"{', '.join(sorted(further))}, and nothing else; look at: {', '.join(sorted(wrong))}"
         )
     return Credentials(**fields)
 

@@ -172,6 +172,32 @@ def _get_chain(plane: ControlLedger, request: own.GetChainRequest) -> own.GetCha
     return own.GetChainResponse(records=map(convert.to_record, plane.get_chain(request.uid)))
 
 
+def _announce_replica(
+    plane: ControlLedger, request: own.AnnounceReplicaRequest
+) -> own.AnnounceReplicaResponse:
+    require_field(request, "replica")
+    found = plane.announce_replica(convert.parse_replica(request.replica))
+    return own.AnnounceReplicaResponse(replicas=map(convert.to_replica, found))
+
+
+def _list_replicas(
+    plane: ControlLedger, request: own.ListReplicasRequest
+) -> own.ListReplicasResponse:
+    found = plane.list_replicas(request.version_id)
+    return own.ListReplicasResponse(replicas=map(convert.to_replica, found))
+
+
+def _withdraw_replica(
+    plane: ControlLedger, request: own.WithdrawReplicaRequest
+) -> own.WithdrawReplicaResponse:
+    withdrawn = plane.withdraw_replica(
+        version_id=request.version_id,
+        source_slot_id=request.source_slot_id,
+        worker_id=request.worker_id,
+    )
+    return own.WithdrawReplicaResponse(withdrawn=withdrawn)
+
+
 def _record_delta(plane: ControlLedger, request: own.RecordDeltaRequest) -> own.RecordDeltaResponse:
     require_field(request, "delta")
     delta = plane.record_delta(convert.parse_delta(request.delta))
@@ -262,6 +288,9 @@ _OWN_CALLS: Mapping[str, Call] = {
     "GetChain": _get_chain,
     "RecordDelta": _record_delta,
     "ListDeltas": _list_deltas,
+    "AnnounceReplica": _announce_replica,
+    "ListReplicas": _list_replicas,
+    "WithdrawReplica": _withdraw_replica,
     "SetRetention": _set_retention,
     "GetRetention": _get_retention,
     "DrainWorker": _drain_worker,

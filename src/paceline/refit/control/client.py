@@ -31,6 +31,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Replica,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -287,6 +288,25 @@ class GrpcControlPlane:
         """Return the artefacts that lead to a version, by base."""
         reply = self._call(lambda: own.ListDeltasRequest(target_version_id=target_version_id))
         return [convert.parse_delta(delta) for delta in reply.deltas]
+
+    def announce_replica(self, replica: Replica) -> Sequence[Replica]:
+        """Say which chunks this generator has; return what is said of that version."""
+        reply = self._call(lambda: own.AnnounceReplicaRequest(replica=convert.to_replica(replica)))
+        return [convert.parse_replica(each) for each in reply.replicas]
+
+    def list_replicas(self, version_id: str) -> Sequence[Replica]:
+        """Return the replicas of living generators."""
+        reply = self._call(lambda: own.ListReplicasRequest(version_id=version_id))
+        return [convert.parse_replica(each) for each in reply.replicas]
+
+    def withdraw_replica(self, *, version_id: str, source_slot_id: str, worker_id: str) -> bool:
+        """Take back what was announced; False also if a try whose reply was lost had done it."""
+        reply = self._call(
+            lambda: own.WithdrawReplicaRequest(
+                version_id=version_id, source_slot_id=source_slot_id, worker_id=worker_id
+            )
+        )
+        return bool(reply.withdrawn)
 
     def set_retention(self, model_name: str, policy: RetentionPolicy) -> None:
         """Say which READY versions of a model stay."""

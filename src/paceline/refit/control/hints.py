@@ -72,6 +72,15 @@ def _report(request: Any) -> Keys:
     )
 
 
+def _replica(request: Any) -> Keys:
+    replica = request.replica
+    return (
+        records.version_key(replica.version_id),
+        records.worker_key(replica.worker_id),
+        records.replica_key(replica.version_id, replica.source_slot_id, replica.worker_id),
+    )
+
+
 def _model(request: Any) -> Keys:
     return (records.model_head_key(request.model_name),)
 
@@ -93,6 +102,7 @@ _HINTS: Final[Mapping[str, Callable[[Any], Keys]]] = {
     "RegisterVersionLease": _acquire,
     "DeleteVersionLease": _release,
     "ReportInstalled": _report,
+    "AnnounceReplica": _replica,
     "ListVersions": _model,
     "RecordEvent": _event,
 }

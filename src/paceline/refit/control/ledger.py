@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-from paceline.refit.control import chains, creation, history, reaper, records, rules
+from paceline.refit.control import chains, creation, history, reaper, records, replicas, rules
 from paceline.refit.control.catalog import Catalog, is_of_run
 from paceline.refit.control.lookup import (
     is_draining,
@@ -41,6 +41,7 @@ from paceline.refit.model import (
     InstalledReport,
     Lease,
     ObjectStorageSource,
+    Replica,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -346,6 +347,28 @@ class ControlLedger:
         require_version(tx, target_version_id)
         found = tx.list(records.deltas_prefix(target_version_id))
         return [records.decode_delta(r.value) for r in found]
+
+    def announce_replica(self, replica: Replica) -> Sequence[Replica]:
+        """Say which chunks a generator has and serves; return what is said of that version."""
+        rules.check_replica(replica, self._limits)
+        return self._write(lambda tx: replicas.announce(tx, replica, limits=self._limits))
+
+    def list_replicas(self, version_id: str) -> Sequence[Replica]:
+        """Return the replicas of living generators."""
+        rules.require_text(self._limits, version_id=version_id)
+        tx = self._read()
+        require_version(tx, version_id)
+        return replicas.list_living(tx, version_id)
+
+    def withdraw_replica(self, *, version_id: str, source_slot_id: str, worker_id: str) -> bool:
+        """Forget a replica; False if there was none."""
+        names = {
+            "version_id": version_id,
+            "source_slot_id": source_slot_id,
+            "worker_id": worker_id,
+        }
+        rules.require_text(self._limits, **names)
+        return self._write(lambda tx: replicas.withdraw(tx, **names))
 
     def set_retention(self, model_name: str, policy: RetentionPolicy) -> None:
         """Say which READY versions of a model stay."""

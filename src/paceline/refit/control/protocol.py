@@ -16,6 +16,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Replica,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -186,7 +187,28 @@ class ControlKeeping(Protocol):
         ...
 
 
-class ControlClient(ControlPlane, ControlKeeping, Protocol):
+class ReplicaBoard(Protocol):
+    """Who has which bytes: what receivers that serve on tell each other."""
+
+    def announce_replica(self, replica: Replica) -> Sequence[Replica]:
+        """Say what this generator has, in place of what it said before; returns what all have.
+
+        Raises:
+            NotFoundError, PreconditionError: the version is gone or going, the worker not alive.
+            ExhaustedError: too many generators have it.
+        """
+        ...
+
+    def list_replicas(self, version_id: str) -> Sequence[Replica]:
+        """Return what living generators have, by (slot, worker). Raises NotFoundError."""
+        ...
+
+    def withdraw_replica(self, *, version_id: str, source_slot_id: str, worker_id: str) -> bool:
+        """Take back what was announced; False if there was nothing."""
+        ...
+
+
+class ControlClient(ControlPlane, ControlKeeping, ReplicaBoard, Protocol):
     """A connection to the control service: everything, and streams."""
 
     def watch_versions(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.refit.control import records, rules
+from paceline.refit.control import records, replicas, rules
 from paceline.refit.control.catalog import Catalog
 from paceline.refit.control.lookup import (
     drop_version,
@@ -225,6 +225,7 @@ def _reap_version(tx: Transaction, *, key: str, limits: Limits) -> Reaped:
     record = records.decode_version(value)
     uid = record.version.uid
     live, purged = purge_leases(tx, uid)
+    replicas.forget_dead(tx, uid)
     reaped = Reaped(leases=purged)
     age_ms = tx.now_ms - record.version.created_at_unix_ms
     if record.version.state is VersionState.STAGING and age_ms > limits.staging_ttl_s * 1000:
@@ -259,6 +260,7 @@ def _remove_version(tx: Transaction, record: VersionRecord) -> None:
     tx.delete(records.idempotency_key(version.model_name, version.idempotency_key))
     for delta in tx.list(records.deltas_prefix(version.uid)):
         tx.delete(delta.key)
+    replicas.forget_all(tx, version.uid)
     drop_version(tx, version)
     tombstone = Tombstone(
         uid=version.uid,

@@ -20,6 +20,7 @@ from paceline.refit.model import (
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    Replica,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -160,6 +161,16 @@ def shard_key(version_id: str, slot: str, worker_id: str) -> str:
     return f"{shards_prefix(version_id)}{_escape(slot)}/{_escape(worker_id)}"
 
 
+def replicas_prefix(version_id: str) -> str:
+    """Return what the keys of a version's replicas start with."""
+    return f"replica/{_escape(version_id)}/"
+
+
+def replica_key(version_id: str, slot: str, worker_id: str) -> str:
+    """Return where one generator's replica of one slot is."""
+    return f"{replicas_prefix(version_id)}{_escape(slot)}/{_escape(worker_id)}"
+
+
 def leases_prefix(version_id: str) -> str:
     """Return what the keys of a version's leases start with."""
     return f"{LEASES}{_escape(version_id)}/"
@@ -294,6 +305,23 @@ def decode_retention(value: bytes) -> RetentionRecord:
 def decode_shard(value: bytes) -> Shard:
     """Read what ``encode`` wrote of a Shard."""
     return _decode(value, lambda fields: Shard(**fields))
+
+
+def encode_replica(replica: Replica) -> bytes:
+    """Return a replica's record; which chunks it has is written in hex."""
+    bits = {"chunks": replica.chunks.hex(), "coming": replica.coming.hex()}
+    return _dump({**_fields(replica), **bits})
+
+
+def decode_replica(value: bytes) -> Replica:
+    """Read what ``encode_replica`` wrote."""
+
+    def build(fields: dict[str, Any]) -> Replica:
+        rates = tuple((str(worker), float(rate)) for worker, rate in fields.pop("rates"))
+        chunks, coming = (bytes.fromhex(fields.pop(name)) for name in ("chunks", "coming"))
+        return Replica(chunks=chunks, coming=coming, rates=rates, **fields)
+
+    return _decode(value, build)
 
 
 def decode_lease(value: bytes) -> Lease:

@@ -17,6 +17,7 @@ from paceline.refit.model import (
     Delta,
     Event,
     InstalledReport,
+    Replica,
     RetentionPolicy,
     Shard,
     VersionDescription,
@@ -52,6 +53,12 @@ class Limits:
     """In all states together."""
     events_kept: int = 20_000
     events_reply_chars_max: int = 2_000_000
+    replicas_max: int = 1024
+    """Generators that may serve one version on."""
+    replica_chunks_bytes_max: int = 2048
+    """Of the bits that say which chunks a generator has: 16 384 chunks, 64 GiB of payload with the
+    usual ones. Whoever has more says only when it is complete."""
+    replica_rates_max: int = 16
     reports_kept: int = 1000
     staging_ttl_s: int = 3600
     """A version that did not become READY by then is given up."""
@@ -296,6 +303,35 @@ def check_delta(delta: Delta, limits: Limits) -> None:
     require_count("payload_bytes", delta.payload_bytes)
     if delta.base_version_id == delta.target_version_id:
         raise InvalidRequestError("a delta leads from one version to another")
+
+
+def check_replica(replica: Replica, limits: Limits) -> None:
+    """Raise InvalidRequestError for a replica that says too little or too much."""
+    require_text(
+        limits,
+        version_id=replica.version_id,
+        source_slot_id=replica.source_slot_id,
+        worker_id=replica.worker_id,
+    )
+    if replica.region:
+        require_text(limits, region=replica.region)
+    if replica.manifest_endpoint:
+        require_address(limits, "manifest_endpoint", replica.manifest_endpoint)
+    require_count("load", replica.load, most=UINT32_MAX)
+    for name, bits in (("chunks", replica.chunks), ("coming", replica.coming)):
+        if len(bits) > limits.replica_chunks_bytes_max:
+            raise InvalidRequestError(
+                f"{name} has {len(bits)} bytes; at most {limits.replica_chunks_bytes_max} are "
+                "taken: say only when everything is there"
+            )
+    if len(replica.rates) > limits.replica_rates_max:
+        raise InvalidRequestError(
+            f"{len(replica.rates)} rates; at most {limits.replica_rates_max} are taken"
+        )
+    for worker_id, rate in replica.rates:
+        require_text(limits, rates_worker_id=worker_id)
+        if not math.isfinite(rate) or rate < 0:
+            raise InvalidRequestError(f"a rate is {rate}; it must be zero or more")
 
 
 def check_retention(policy: RetentionPolicy) -> None:

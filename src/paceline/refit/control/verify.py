@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
-from paceline.refit.errors import FetchError
+from paceline.refit.errors import FetchError, VerifyError
 from paceline.refit.model import Shard, VersionState, WeightPayloadFormat, WeightVersion
 
 ReadManifest = Callable[[str], bytes]
 """Endpoint -> the bytes there. Raises FetchError."""
+CheckManifest = Callable[[bytes], None]
+"""Refuses bytes that are not signed as they must be. Raises VerifyError."""
 
 
 def check_chain(
@@ -45,16 +47,24 @@ def _check_one(base: WeightVersion | None, version: WeightVersion) -> Sequence[s
     return problems
 
 
-def check_manifests(shards: Sequence[Shard], read: ReadManifest) -> Sequence[str]:
-    """Return which shards' manifests are not there, or are not what was advertised."""
+def _believe(data: bytes) -> None:
+    """Take the advertised digest for enough."""
+
+
+def check_manifests(
+    shards: Sequence[Shard], read: ReadManifest, *, check: CheckManifest = _believe
+) -> Sequence[str]:
+    """Return which shards' manifests are not there, or not what was advertised or signed."""
     problems = []
     for shard in shards:
         place = f"{shard.version_id}: slot {shard.source_slot_id} of {shard.worker_id}"
         try:
-            found = sha256(read(shard.manifest_endpoint)).hexdigest()
-        except FetchError as exc:
+            data = read(shard.manifest_endpoint)
+            check(data)
+        except (FetchError, VerifyError) as exc:
             problems.append(f"{place}: {exc}")
             continue
+        found = sha256(data).hexdigest()
         if found != shard.manifest_digest:
             problems.append(f"{place}: its manifest has SHA-256 {found}, not the advertised one")
     return problems

@@ -48,7 +48,7 @@ def parse_manifest(data: bytes, *, size_max: int = MANIFEST_BYTES_MAX) -> Manife
     """
     if len(data) > size_max:
         raise ParseError(ParseReason.TOO_LARGE, "manifest", f"{len(data)} > {size_max} bytes")
-    top = _fields(_load(data), "manifest", _TOP)
+    top = load_object(data, where="manifest", keys=_TOP)
     if top["schema"] != SCHEMA:
         raise ParseError(ParseReason.UNKNOWN_SCHEMA, "schema", repr(top["schema"])[:80])
     base_root = top["base_root"]
@@ -66,6 +66,15 @@ def parse_manifest(data: bytes, *, size_max: int = MANIFEST_BYTES_MAX) -> Manife
     if render_manifest(manifest) != data:
         raise ParseError(ParseReason.NOT_CANONICAL, "manifest")
     return manifest
+
+
+def load_object(data: bytes, *, where: str, keys: str) -> Mapping[str, object]:
+    """Return a strict JSON object of exactly these ``keys``, separated by spaces.
+
+    Raises:
+        ParseError: no UTF-8, no JSON, a number that is no integer, other keys.
+    """
+    return _fields(_load(data, where), where, keys)
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -154,11 +163,11 @@ def _check_overlaps(manifest: Manifest) -> None:
             )
 
 
-def _load(data: bytes) -> object:
+def _load(data: bytes, where: str) -> object:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as exc:
-        raise ParseError(ParseReason.NOT_UTF8, "manifest", f"byte {exc.start}") from exc
+        raise ParseError(ParseReason.NOT_UTF8, where, f"byte {exc.start}") from exc
     try:
         loaded: object = json.loads(
             text,
@@ -167,9 +176,9 @@ def _load(data: bytes) -> object:
             parse_constant=_no_float,
         )
     except RecursionError as exc:
-        raise ParseError(ParseReason.TOO_LARGE, "manifest", "nested too deep") from exc
+        raise ParseError(ParseReason.TOO_LARGE, where, "nested too deep") from exc
     except ValueError as exc:
-        raise ParseError(ParseReason.NOT_JSON, "manifest", str(exc)[:80]) from exc
+        raise ParseError(ParseReason.NOT_JSON, where, str(exc)[:80]) from exc
     return loaded
 
 

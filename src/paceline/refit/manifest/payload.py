@@ -13,12 +13,25 @@ HEADER_BYTES = 64
 ALIGNMENT = 64
 """Offsets of full tensors inside an object, so that they can be used where they lie."""
 CHUNK_BYTES = 4 * 2**20
-"""What a publisher uses: small enough to retry cheaply, large enough for few hashes."""
+"""What a publisher uses at most: small enough to retry cheaply, large enough for few hashes."""
+CHUNK_BYTES_MIN = 512 * 2**10
+CHUNKS_WANTED = 32
 
 _MAGIC = b"PACELINE"
 _SCHEMA = 1
 _KINDS = {WeightPayloadFormat.FULL_TENSOR: 0, WeightPayloadFormat.XOR_DELTA: 1}
 _HEADER = struct.Struct("<8sHH")
+
+
+def chunk_bytes_for(num_bytes: int) -> int:
+    """Return the chunk size of a payload of so many bytes.
+
+    Receivers serve each other by chunks, so a small payload has small ones: there must be enough
+    for all of them to be useful to each other, and few enough not to be all overhead.
+    """
+    wanted = -(-num_bytes // CHUNKS_WANTED)
+    rounded = -(-wanted // CHUNK_BYTES_MIN) * CHUNK_BYTES_MIN
+    return min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, rounded))
 
 
 def render_header(payload_format: WeightPayloadFormat) -> bytes:
@@ -44,13 +57,15 @@ def check_header(data: memoryview, payload_format: WeightPayloadFormat) -> None:
 
 
 def describe_object(
-    parts: Sequence[memoryview], *, chunk_bytes: int = CHUNK_BYTES
+    parts: Sequence[memoryview], *, chunk_bytes: int | None = None
 ) -> PayloadObject:
     """Hash the concatenation of ``parts`` chunk by chunk, without joining them."""
+    num_bytes = sum(part.nbytes for part in parts)
+    chunk_bytes = chunk_bytes or chunk_bytes_for(num_bytes)
     hashes = tuple(_hash_chunks(parts, chunk_bytes))
     return PayloadObject(
         object_id=object_id_of(hashes),
-        num_bytes=sum(part.nbytes for part in parts),
+        num_bytes=num_bytes,
         chunk_bytes=chunk_bytes,
         chunk_sha256=hashes,
     )

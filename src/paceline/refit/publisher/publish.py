@@ -38,6 +38,7 @@ from paceline.refit.model import (
     WorkerRegistration,
     WorkerRole,
 )
+from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.values import (
     Notify,
@@ -46,12 +47,15 @@ from paceline.refit.publisher.values import (
     PublisherOptions,
     WeightSource,
     anchor_uid,
+    composed_uid,
     sequence_of,
     version_uid,
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
 from paceline.refit.transports.protocol import SupportsCommits
+
+log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +111,7 @@ class Publisher:
             worker_id=options.worker_id,
             clock=clock,
         )
+        self._composer = Composer()
         self._thread: threading.Thread | None = None
         self._next_sequence = 0
         self._head: OwnVersion | None = None
@@ -172,6 +177,7 @@ class Publisher:
         self._head = version
         self._needs_full = self._is_in_place
         anchor_id, anchor_error = self._anchor(version)
+        self._compose(version, anchor_id=anchor_id)
         self._shelf.retain(keep_old=self._options.keep_old)
         self._shelf.release()
         published = PublishedVersion(
@@ -336,7 +342,7 @@ class Publisher:
             raise
 
     def _advertise(self, version: OwnVersion) -> None:
-        manifest = version.staged.manifest
+        manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
@@ -402,6 +408,30 @@ class Publisher:
             return None, str(exc)
         self._needs_anchor = False
         return anchor.uid, None
+
+    def _compose(self, version: OwnVersion, *, anchor_id: str | None) -> None:
+        """Publish one delta from the newest full version; a failure costs late joiners bytes."""
+        if not self._options.compose:
+            return
+        if version.is_full or anchor_id is not None:
+            self._composer.start_from(anchor_id or version.uid, version.description)
+            self._shelf.retire_composed(below=version.description.sequence)
+            return
+        made = self._composer.extend(version, transport=self._source.transport)
+        if made is None:
+            return
+        said = version.description
+        uid = composed_uid(version.uid, base_sequence=made.base.sequence)
+        own = self._version(uid, made.staged, sequence=said.sequence, step=said.step)
+        own.is_composed = True
+        own.base_version_id = made.base_uid
+        own.description = replace(own.description, parent_root=made.base.root_digest)
+        try:
+            self._bring_out(own)
+        except (PublishError, ControlError) as exc:
+            log.warning("version %s has no composed delta: %s", version.uid, exc)
+            return
+        self._shelf.retire_composed(below=said.sequence)
 
     def _is_installed(self, head: OwnVersion) -> bool:
         model_name = self._options.model_name

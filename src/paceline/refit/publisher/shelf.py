@@ -84,6 +84,17 @@ class VersionShelf:
             self._leaving += [item for item in self._kept if item.uid in going]
             self._kept = [item for item in self._kept if item.uid not in going]
 
+    def retire_composed(self, *, below: int) -> None:
+        """Send off composed deltas to an earlier sequence: the newest leads everybody further."""
+        with self._books:
+            going = [
+                item
+                for item in self._kept
+                if item.is_composed and item.description.sequence < below
+            ]
+            self._leaving += going
+            self._kept = [item for item in self._kept if item not in going]
+
     def send_off(self, versions: Iterable[OwnVersion] | None = None) -> None:
         """Start taking versions away, all of those kept by default; ``release`` goes on."""
         with self._books:
@@ -155,7 +166,8 @@ class VersionShelf:
             version.is_served = False
         self._source.release_manifest(version_id=version.uid, source_slot_id=self._slot)
         for item in free:
-            self._chain.release_staged(item.staged)
+            if not item.is_composed:
+                self._chain.release_staged(item.staged)
         return True
 
     def _take_away(self, version: OwnVersion) -> bool:

@@ -1,14 +1,16 @@
 """What a publisher is told and what it answers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from paceline.refit.manifest.signature import Statement
 from paceline.refit.model import (
     StagedWeightVersionShardData,
     TrainerStagingMode,
     VersionDescription,
     WeightPayloadFormat,
+    WeightVersionShardManifest,
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
@@ -18,6 +20,10 @@ Notify = Callable[[str, Mapping[str, object]], None]
 """Takes an event's name and fields, see telemetry/events.py."""
 Waiter = Callable[[float], bool]
 """Waits so many seconds and returns whether to stop."""
+
+
+Sign = Callable[[bytes, Statement], bytes]
+"""Takes a manifest and what to say of it; returns both, signed."""
 
 
 class WeightSource(ObjectServer, WeightVersionShardManifestPublisher, Protocol):
@@ -45,6 +51,10 @@ class PublisherOptions:
     registration_ttl_s: int = 30
     close_wait_s: float = 10.0
     """How long closing waits for leases."""
+    sign: Sign | None = None
+    """Puts a signature behind a manifest; None publishes unsigned."""
+    compose: bool = True
+    """Also publish one delta from the newest full version, for engines that join late."""
     heartbeat_wait: Waiter | None = None
     """Paces the heartbeat; real time by default."""
 
@@ -83,9 +93,25 @@ class OwnVersion:
     buffers: StagedBuffers
     description: VersionDescription
     base_version_id: str | None
+    is_composed: bool = False
+    """Made here from deltas, in memory of its own."""
     is_served: bool = False
     is_advertised: bool = False
     """Somebody may know of it: a shard was sent to the control service."""
+
+    def manifest(self, sign: Sign | None) -> WeightVersionShardManifest:
+        """Return the manifest as it is served: with the run's signature, if there is a key."""
+        manifest, said = self.staged.manifest, self.description
+        if sign is None:
+            return manifest
+        statement = Statement(
+            run_id=said.run_id,
+            version_id=self.uid,
+            sequence=said.sequence,
+            root_digest=said.root_digest,
+            parent_root=said.parent_root,
+        )
+        return replace(manifest, data=sign(manifest.data, statement))
 
     @property
     def is_full(self) -> bool:
@@ -103,8 +129,13 @@ def anchor_uid(uid: str) -> str:
     return f"{uid}-full"
 
 
+def composed_uid(uid: str, *, base_sequence: int) -> str:
+    """Return the uid of the delta to ``uid`` that starts at an earlier full version."""
+    return f"{uid}-from-{base_sequence:06d}"
+
+
 def sequence_of(uid: str, run_id: str) -> int:
     """Return the sequence that a uid of this run stands for, -1 for any other uid."""
-    digits = uid.removeprefix(f"{run_id}-").removesuffix("-full")
+    digits = uid.removeprefix(f"{run_id}-").removesuffix("-full").partition("-from-")[0]
     is_ours = uid.startswith(f"{run_id}-") and digits.isascii() and digits.isdecimal()
     return int(digits) if is_ours else -1

@@ -2,7 +2,8 @@
 
 A payload is fetched window by window. Within one, every piece is proven while the next travels.
 A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
-comes out is whole and proven, or an error: nobody sees anything in between.
+comes out is whole and proven, or an error: nobody sees anything in between. Where receivers serve
+each other, ``spread`` takes the place of the windows.
 """
 
 import hashlib
@@ -15,12 +16,14 @@ from typing import TypeVar
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
-from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX, parse_manifest
+from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
+from paceline.refit.manifest.signature import Trust, parse_signed
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import Shard
+from paceline.refit.model import Replica, Shard
 from paceline.refit.receiver.attempt import Attempt, Target, Tools
 from paceline.refit.receiver.pieces import Piece, pieces_of, windows_of
 from paceline.refit.receiver.spool import Spool
+from paceline.refit.receiver.spread import Order, Spread
 from paceline.refit.receiver.watch import Watch, WatchRules
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
@@ -55,10 +58,14 @@ class FetchParts:
     on_record: Callable[[TransferRecord], None] = lambda record: None
     """Told of every run, good or bad."""
     limits: FetchLimits = field(default_factory=FetchLimits)
+    trust: Trust | None = None
+    """What the manifest's signature must say; None takes the manifest that is advertised."""
+    spread: Spread | None = None
+    """The other receivers; None reads from the advertised sources alone."""
 
 
 class Fetcher:
-    """Reads manifests and objects from whichever source of a slot answers rightly."""
+    """Reads one version's manifest and objects from whichever source answers rightly."""
 
     def __init__(self, reader: ObjectReader, parts: FetchParts) -> None:
         """Take the reader, which moves bytes and proves nothing."""
@@ -67,37 +74,47 @@ class Fetcher:
         self._limits = parts.limits
         self._liars: set[str] = set()
         """Endpoints that are not asked any more."""
+        self._manifest_data = b""
 
     def fetch_manifest(self, sources: Sequence[Shard]) -> Manifest:
-        """Return the manifest that the shards advertise.
+        """Return the manifest that the shards advertise, from one of them or another receiver.
 
         Raises:
             FetchError: no source gave it.
-            VerifyError: what came has another digest than advertised, or breaks the format.
+            VerifyError: what came has another digest than advertised, breaks the format, or is
+                not signed as it must be.
         """
+        wanted = sources[0].manifest_digest
 
-        def read(source: Shard) -> Manifest:
+        def read(source: Shard | Replica) -> Manifest:
             data = self._reader.read_manifest(
                 source.manifest_endpoint,
                 size_max=MANIFEST_BYTES_MAX,
                 timeout_s=self._limits.read_timeout_s,
             )
             found = hashlib.sha256(data).hexdigest()
-            if found != source.manifest_digest:
+            if found != wanted:
                 raise LyingSourceError(
                     f"the manifest at {source.manifest_endpoint} has SHA-256 {found}, "
-                    f"advertised was {source.manifest_digest}",
+                    f"advertised was {wanted}",
                     source=source.manifest_endpoint,
                 )
-            return parse_manifest(data)
+            signed = parse_signed(data)
+            if self._parts.trust is not None:
+                self._parts.trust.check(signed)
+            self._manifest_data = data
+            return signed.manifest
 
         problems: list[FetchError | VerifyError] = []
-        for source in sources:
+        spread = self._parts.spread
+        for source in sources if spread is None else spread.in_turn(sources):
             self._parts.between_reads()
             try:
                 return read(source)
             except (FetchError, VerifyError) as exc:
                 problems.append(exc)
+                if spread is not None:
+                    spread.note_problem(source.worker_id, exc)
         raise _one_of(problems)
 
     def fetch_objects(
@@ -113,6 +130,19 @@ class Fetcher:
         if total > bytes_max:
             raise VerifyError(f"the payload is {total} bytes; at most {bytes_max} can be right")
         spool = Spool(memory_bytes_max=self._limits.window_bytes, directory=self._limits.spool_dir)
+        if self._parts.spread is not None:
+            return self._parts.spread.fetch(
+                Order(
+                    manifest=manifest,
+                    manifest_data=self._manifest_data,
+                    sources=tuple(sources),
+                    reader=self._reader,
+                    spool=spool,
+                    read_timeout_s=self._limits.read_timeout_s,
+                    between_reads=self._parts.between_reads,
+                    on_record=self._parts.on_record,
+                )
+            )
         objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
         endpoints = self._endpoints(sources)
         by_content = self._reader.transport in TRUSTED_TRANSPORTS

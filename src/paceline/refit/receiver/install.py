@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from paceline.core.clock import Clock
 from paceline.refit.apply import (
     Checks,
@@ -15,14 +17,21 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
 from paceline.refit.kernels.registry import process_tools
+from paceline.refit.manifest.signature import Trust, statement_of
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
+from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.receiver.spread import Spread
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
 PAYLOAD_SLACK_BYTES = 2**20
 """Headers, alignment and the overhead of compression that found nothing to compress."""
+
+
+STEP_S = 0.1
+"""Of an install, whatever its size, when a plan weighs one step against several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,16 @@ class InstallLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """From whom versions come besides their trainer, and whose word is taken for them."""
+
+    verify_key: Ed25519PublicKey | None = None
+    """Whose signature every manifest must have; None takes what the control service names."""
+    spread: Spread | None = None
+    """The other receivers; None reads from the advertised sources alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """A version that is live, proven by reading the live bytes back."""
 
@@ -56,7 +75,7 @@ class Installed:
 class Installer:
     """Carries versions from their sources into one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of its own; what it is supplied from has a default
         self,
         *,
         worker_id: str,
@@ -65,11 +84,13 @@ class Installer:
         reader: ObjectReader,
         clock: Clock,
         limits: InstallLimits,
+        supply: Supply | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._control = control
         self._engine = engine
         self._reader = reader
+        self._supply = supply or Supply()
         self._clock = clock
         self._limits = limits
         self._tools = process_tools()
@@ -130,6 +151,16 @@ class Installer:
             transfers=tuple(self._transfers),
         )
 
+    def costs(self) -> Costs:
+        """Return what steps cost here, as measured so far."""
+        rates = {} if self._supply.spread is None else self._supply.spread.rates()
+        return Costs(bytes_per_s=max(rates.values(), default=None), step_s=STEP_S)
+
+    def keep_only(self, uids: frozenset[str]) -> None:
+        """Stop serving versions on that are not among these."""
+        if self._supply.spread is not None:
+            self._supply.spread.keep_only(uids)
+
     def _stage(
         self,
         version: WeightVersion,
@@ -146,6 +177,8 @@ class Installer:
                 between_reads=keep_alive,
                 on_record=self._transfers.append,
                 limits=replace(self._limits.fetch, read_timeout_s=self._limits.read_timeout_s),
+                trust=self._trust_in(version),
+                spread=self._supply.spread,
             ),
         )
         sources = self._control.list_shards(version.uid)
@@ -166,6 +199,10 @@ class Installer:
             checks=checks,
         )
         return staged, sum(len(data) for data in objects.values())
+
+    def _trust_in(self, version: WeightVersion) -> Trust | None:
+        key = self._supply.verify_key
+        return None if key is None else Trust(key=key, expected=statement_of(version))
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""

@@ -38,7 +38,13 @@ from paceline.refit.model import (
     WorkerRole,
 )
 from paceline.refit.plan import Holding, newest_sequence, plan_install
-from paceline.refit.receiver.install import Installed, Installer, InstallLimits, require_description
+from paceline.refit.receiver.install import (
+    Installed,
+    Installer,
+    InstallLimits,
+    Supply,
+    require_description,
+)
 from paceline.refit.receiver.standing import (
     Observation,
     Refusals,
@@ -84,7 +90,7 @@ class _StopError(Exception):
 class Receiver:
     """Follows one run for one engine. ``step`` is its whole work; ``start`` runs it in a thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of its own; what it is supplied from has a default
         self,
         config: ReceiverConfig,
         *,
@@ -93,6 +99,7 @@ class Receiver:
         reader: ObjectReader,
         clock: Clock,
         chance: Callable[[], float],
+        supply: Supply | None = None,
     ) -> None:
         """Take the parts; does nothing yet. ``chance`` places delays inside their jitter."""
         self._config = config
@@ -107,6 +114,7 @@ class Receiver:
             reader=reader,
             clock=clock,
             limits=config.limits,
+            supply=supply,
         )
         self._refusals = Refusals(config.retry)
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT_MAX)
@@ -234,6 +242,7 @@ class Receiver:
         self._newest = newest_sequence(versions)
         uids = frozenset(version.uid for version in versions)
         self._refusals.keep_only(uids)
+        self._installer.keep_only(uids)
         self._first_seen = {
             version.uid: self._first_seen.get(version.uid, now_s)
             for version in versions
@@ -246,6 +255,7 @@ class Receiver:
             if held is None
             else Holding(sequence=held.sequence, root_digest=held.root_digest),
             avoid=self._refusals.current(now_s=now_s),
+            costs=self._installer.costs(),
         )
         if not plan.path:
             return False

@@ -85,6 +85,12 @@ class ObjectShelf:
                 del entry.cancels[reader]
                 self._changed.notify_all()
 
+    @property
+    def num_readers(self) -> int:
+        """How many readers are inside any object."""
+        with self._changed:
+            return sum(len(entry.cancels) for entry in self._entries.values())
+
     def withdraw(self, object_id: str, *, patience_s: float) -> None:
         """Take an object away and return when no reader is inside; idempotent.
 

@@ -39,6 +39,11 @@ class MemoryObjectServer:
         """Where readers find this server."""
         return self._endpoint
 
+    @property
+    def num_readers(self) -> int:
+        """How many reads of objects it answers now."""
+        return self._objects.num_readers
+
     def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
         """Make an object readable, without copying it."""
         self._objects.put(object_id, parts)

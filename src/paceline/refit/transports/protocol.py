@@ -138,6 +138,16 @@ class ObjectServer(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsLoad(Protocol):
+    """A server that knows how many reads it answers now."""
+
+    @property
+    def num_readers(self) -> int:
+        """How many reads of objects are inside."""
+        ...
+
+
 class ManifestDoor(Protocol):
     """Serves small documents: what transports that move no documents of their own stand on.
 

@@ -21,6 +21,7 @@ from paceline.refit.model import (
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    Replica,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -362,6 +363,43 @@ def parse_delta(message: own.Delta) -> Delta:
         digest=message.digest,
         uri=message.uri,
         created_at_unix_ms=message.created_at_unix_ms,
+    )
+
+
+def to_replica(replica: Replica) -> own.Replica:
+    """Render a replica."""
+    return own.Replica(
+        version_id=replica.version_id,
+        source_slot_id=replica.source_slot_id,
+        worker_id=replica.worker_id,
+        manifest_endpoint=replica.manifest_endpoint,
+        region=replica.region,
+        chunks=replica.chunks,
+        is_complete=replica.is_complete,
+        coming=replica.coming,
+        load=replica.load,
+        rates=[
+            own.SourceRate(worker_id=worker_id, bytes_per_s=rate)
+            for worker_id, rate in replica.rates
+        ],
+        updated_at_unix_ms=replica.updated_at_unix_ms,
+    )
+
+
+def parse_replica(message: own.Replica) -> Replica:
+    """Read a replica."""
+    return Replica(
+        version_id=message.version_id,
+        source_slot_id=message.source_slot_id,
+        worker_id=message.worker_id,
+        manifest_endpoint=message.manifest_endpoint,
+        region=message.region,
+        chunks=message.chunks,
+        is_complete=message.is_complete,
+        coming=message.coming,
+        load=message.load,
+        rates=tuple((rate.worker_id, rate.bytes_per_s) for rate in message.rates),
+        updated_at_unix_ms=message.updated_at_unix_ms,
     )
 
 

@@ -292,6 +292,80 @@ class ListDeltasResponse(_message.Message):
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
+class SourceRate(_message.Message):
+    __slots__ = ("worker_id", "bytes_per_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    bytes_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("version_id", "source_slot_id", "worker_id", "manifest_endpoint", "region", "chunks", "is_complete", "load", "rates", "updated_at_unix_ms", "coming")
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    source_slot_id: str
+    worker_id: str
+    manifest_endpoint: str
+    region: str
+    chunks: bytes
+    is_complete: bool
+    load: int
+    rates: _containers.RepeatedCompositeFieldContainer[SourceRate]
+    updated_at_unix_ms: int
+    coming: bytes
+    def __init__(self, version_id: _Optional[str] = ..., source_slot_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., manifest_endpoint: _Optional[str] = ..., region: _Optional[str] = ..., chunks: _Optional[bytes] = ..., is_complete: bool = ..., load: _Optional[int] = ..., rates: _Optional[_Iterable[_Union[SourceRate, _Mapping]]] = ..., updated_at_unix_ms: _Optional[int] = ..., coming: _Optional[bytes] = ...) -> None: ...
+
+class AnnounceReplicaRequest(_message.Message):
+    __slots__ = ("replica",)
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    replica: Replica
+    def __init__(self, replica: _Optional[_Union[Replica, _Mapping]] = ...) -> None: ...
+
+class AnnounceReplicaResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+
+class ListReplicasRequest(_message.Message):
+    __slots__ = ("version_id",)
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class ListReplicasResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+
+class WithdrawReplicaRequest(_message.Message):
+    __slots__ = ("version_id", "source_slot_id", "worker_id")
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    source_slot_id: str
+    worker_id: str
+    def __init__(self, version_id: _Optional[str] = ..., source_slot_id: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class WithdrawReplicaResponse(_message.Message):
+    __slots__ = ("withdrawn",)
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    withdrawn: bool
+    def __init__(self, withdrawn: bool = ...) -> None: ...
+
 class RetentionPolicy(_message.Message):
     __slots__ = ("keep_last", "anchors_every", "anchor_cost")
     KEEP_LAST_FIELD_NUMBER: _ClassVar[int]

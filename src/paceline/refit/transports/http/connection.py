@@ -74,12 +74,15 @@ class _TlsSocket(ssl.SSLSocket):
 class Connection(http.client.HTTPConnection):
     """One kept-alive connection, with TLS where the endpoint says so."""
 
-    def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, endpoint: str, *, tls: ssl.SSLContext | None, server_name: str | None = None
+    ) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise FetchError(f"{endpoint!r} is no http:// or https:// endpoint", source=endpoint)
         super().__init__(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._tls = tls if parts.scheme == "https" else None
+        self._server_name = server_name or self.host
         self._patience: Patience | None = None
 
     def connect(self) -> None:
@@ -92,7 +95,7 @@ class Connection(http.client.HTTPConnection):
         if self._tls is None:
             found = _PlainSocket(fileno=self.sock.detach())
         else:
-            wrapped = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+            wrapped = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
             assert isinstance(wrapped, _TlsSocket)  # noqa: S101 - tls_context() says so
             found = wrapped
         found.patience = patience

@@ -43,6 +43,8 @@ class HttpReaderOptions:
     trusted: bytes | None = None
     """PEM certificates of the authorities that https:// sources are checked with; None trusts
     those of the system."""
+    server_name: str | None = None
+    """What an https:// source must prove to be; None asks for the host that it is reached by."""
 
 
 class HttpObjectReader:
@@ -130,7 +132,7 @@ class HttpObjectReader:
             except (OSError, http.client.HTTPException):
                 # The server may close an idle connection at any time; that is not a failure.
                 kept.close()
-        fresh = Connection(endpoint, tls=self._tls)
+        fresh = Connection(endpoint, tls=self._tls, server_name=self.options.server_name)
         try:
             return fresh, fresh.ask(path, sent, patience)
         except BaseException:

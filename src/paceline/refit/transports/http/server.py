@@ -106,6 +106,11 @@ class HttpObjectServer:
         """Where readers reach this server."""
         return self._endpoint
 
+    @property
+    def num_readers(self) -> int:
+        """How many reads of objects it answers now."""
+        return self.objects.num_readers
+
     def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
         """Make an object readable, without copying it."""
         self.objects.put(object_id, parts)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,8 @@ from paceline.refit.model import (
     WeightPayloadFormat,
     WeightVersion,
 )
-from paceline.refit.plan import Holding, newest_sequence, plan_install
+from paceline.refit.plan import Costs, Holding, PlanKind, newest_sequence, plan_install
+from paceline.refit.plan.install import STEPS_MAX
 
 FULL, DELTA = WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA
 
@@ -189,3 +191,94 @@ class TestChoices:
         staging = replace(CHAIN[-1], state=VersionState.STAGING)
         assert newest_sequence([*CHAIN[:-1], staging]) == 2
         assert newest_sequence([]) == -1
+
+
+COMPOSED = version("v3-from-0", 3, "d", "a", num_bytes=18)
+
+
+class TestCosts:
+    @given(
+        versions=worlds(),
+        held=st.none() | st.builds(Holding, sequence=st.integers(0, 4), root_digest=ROOTS),
+        rates=st.dictionaries(st.sampled_from(["v0", "v1", "v2"]), st.floats(0.1, 100.0)),
+        bytes_per_s=st.floats(0.1, 100.0),
+        step_s=st.floats(0.0, 10.0),
+    )
+    def test_no_walk_is_quicker(
+        self,
+        versions: list[WeightVersion],
+        held: Holding | None,
+        rates: dict[str, float],
+        bytes_per_s: float,
+        step_s: float,
+    ) -> None:
+        """With rates and a price of each step, no other walk to as new weights takes less time."""
+        costs = Costs(bytes_per_s=bytes_per_s, rates=rates, step_s=step_s)
+        plan = plan_install(versions, held=held, costs=costs)
+
+        def seconds(walk: Sequence[WeightVersion]) -> tuple[int, float]:
+            found = [(step, step.description) for step in walk]
+            total = sum(
+                said.payload_bytes / rates.get(step.uid, bytes_per_s) + step_s
+                for step, said in found
+                if said is not None
+            )
+            last = found[-1][1] if found else None
+            return (1 if last is None else -last.sequence, total)
+
+        described = [each for each in versions if each.description is not None]
+        walks = [
+            walk
+            for size in range(len(described) + 1)
+            for walk in permutations(described, size)
+            if is_walkable(walk, held)
+        ]
+        newest, quickest = min(map(seconds, walks))
+        assert seconds(plan.path)[0] == newest
+        assert seconds(plan.path)[1] <= quickest * (1 + 1e-9)
+        if plan.path:
+            assert plan.options[0].seconds == pytest.approx(quickest)
+
+    def test_what_a_plan_amounts_to(self) -> None:
+        """Full, delta, chain, composed delta, snapshot or nothing: each has its word."""
+        held = Holding(sequence=0, root_digest="a")
+        cases = [
+            (CHAIN[:1], None, PlanKind.FULL),
+            (CHAIN[:2], held, PlanKind.DELTA),
+            (CHAIN, held, PlanKind.CHAIN),
+            ([*CHAIN, COMPOSED], held, PlanKind.COMPOSED),
+            ([CHAIN[0], COMPOSED], None, PlanKind.SNAPSHOT),
+            ([], held, PlanKind.NOTHING),
+        ]
+        for versions, base, kind in cases:
+            assert plan_install(versions, held=base).kind is kind
+
+    def test_the_composed_delta_is_named(self) -> None:
+        """The sentence says that one delta stands for several."""
+        plan = plan_install([CHAIN[0], COMPOSED], held=None)
+        assert "full version v0 and 1 composed delta to sequence 3" in plan.reason
+
+    def test_a_near_full_version_beats_far_deltas(self) -> None:
+        """What counts is time: many bytes from a neighbour before few through a narrow link."""
+        held = Holding(sequence=0, root_digest="a")
+        near = {each.uid: 1000.0 for each in CHAIN if each.uid.endswith("-full")}
+        plan = plan_install(CHAIN, held=held, costs=Costs(bytes_per_s=1.0, rates=near))
+        assert uids(plan.path) == ["v2-full", "v3"]
+        assert [option.kind for option in plan.options] == [
+            PlanKind.SNAPSHOT,
+            PlanKind.CHAIN,
+            PlanKind.FULL,
+        ]
+        assert plan.options[0].seconds is not None
+        assert plan_install(CHAIN, held=held).options[0].seconds is None
+
+    def test_no_plan_is_longer_than_the_bound(self) -> None:
+        """However cheap the deltas are, an endless chain is no plan while a full one leads on."""
+        count = STEPS_MAX + 40
+        chain = [version("f0", 0, "r0")] + [
+            version(f"d{at}", at, f"r{at}", f"r{at - 1}", num_bytes=1) for at in range(1, count)
+        ]
+        held = Holding(sequence=0, root_digest="r0")
+        assert len(plan_install(chain, held=held).path) == STEPS_MAX
+        anchor = version("full", count - 1, f"r{count - 1}", num_bytes=10**6)
+        assert uids(plan_install([*chain, anchor], held=held).path) == ["full"]

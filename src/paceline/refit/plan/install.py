@@ -2,12 +2,14 @@
 
 A state of the weights is its root digest. A full version leads to its root from anywhere, a
 delta from its parent's root to its own; versions with equal roots are the same weights, so a
-delta also applies to what a full version of its parent's sequence left behind.
+delta also applies to what a full version of its parent's sequence left behind. A composed delta
+is a delta like any other whose parent is several sequences below it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby, pairwise
 
 from paceline.refit.model import (
     VersionDescription,
@@ -27,6 +29,53 @@ class Holding:
     root_digest: str
 
 
+STEPS_MAX = 64
+"""Of one plan: whoever is further behind starts from a full version, or comes closer first."""
+
+
+class PlanKind(StrEnum):
+    """What a plan amounts to."""
+
+    NOTHING = "nothing"
+    FULL = "full"
+    DELTA = "delta"
+    COMPOSED = "composed"
+    """One delta over several sequences."""
+    CHAIN = "chain"
+    """Several deltas, one after another."""
+    SNAPSHOT = "snapshot"
+    """A full version and what follows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a step takes besides its bytes, as measured."""
+
+    bytes_per_s: float | None = None
+    """Of the way to the sources; None counts bytes only."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """The same by version uid, where sources of one are nearer than those of another."""
+    step_s: float = 0.0
+    """Of an install, whatever its size: leases, proofs, the pause."""
+
+    def seconds(self, version: WeightVersion, num_bytes: int) -> float:
+        """Return what a step takes; bytes where no rate is known, so that plans still compare."""
+        rate = self.rates.get(version.uid, self.bytes_per_s)
+        return float(num_bytes) if rate is None else num_bytes / rate + self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way that was weighed."""
+
+    kind: PlanKind
+    uids: tuple[str, ...]
+    sequence: int
+    payload_bytes: int
+    seconds: float | None
+    """As far as can be told; None where no rate is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallPlan:
     """What to install, one after another; nothing if ``path`` is empty."""
@@ -35,6 +84,13 @@ class InstallPlan:
     payload_bytes: int
     reason: str
     """A sentence for people."""
+    options: tuple[Option, ...] = ()
+    """The ways that were weighed, the chosen one first."""
+
+    @property
+    def kind(self) -> PlanKind:
+        """What it amounts to."""
+        return self.options[0].kind if self.options else PlanKind.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +109,25 @@ class _Candidate:
 class _Route:
     steps: tuple[_Candidate, ...] = ()
     num_bytes: int = 0
+    seconds: float = 0.0
 
     @property
     def sequence(self) -> int:
         return self.steps[-1].said.sequence if self.steps else -1
 
     @property
-    def rank(self) -> tuple[int, int, int, tuple[str, ...]]:
-        """Smaller is better: the newest weights, then fewer bytes, fewer steps, earlier names."""
+    def rank(self) -> tuple[int, float, int, int, tuple[str, ...]]:
+        """Smaller is better: the newest weights, less time, fewer bytes, fewer steps, names."""
         names = tuple(step.version.uid for step in self.steps)
-        return (-self.sequence, self.num_bytes, len(self.steps), names)
+        return (-self.sequence, self.seconds, self.num_bytes, len(self.steps), names)
 
-    def extended(self, step: _Candidate) -> "_Route":
-        return _Route(steps=(*self.steps, step), num_bytes=self.num_bytes + step.said.payload_bytes)
+    def extended(self, step: _Candidate, costs: Costs) -> "_Route":
+        num_bytes = step.said.payload_bytes
+        return _Route(
+            steps=(*self.steps, step),
+            num_bytes=self.num_bytes + num_bytes,
+            seconds=self.seconds + costs.seconds(step.version, num_bytes),
+        )
 
 
 def plan_install(
@@ -74,17 +136,21 @@ def plan_install(
     held: Holding | None,
     target: int | None = None,
     avoid: frozenset[str] = frozenset(),
+    costs: Costs | None = None,
 ) -> InstallPlan:
-    """Plan the cheapest way, in bytes, to the newest weights that can be reached.
+    """Plan the cheapest way to the newest weights that can be reached.
 
-    Never plans a version that is not newer than what is held.
+    Cheap is what takes little time where rates are known, and few bytes where not. Never plans a
+    version that is not newer than what is held, nor more than STEPS_MAX of them.
 
     Args:
         versions: those of one run of one model, in any order and state.
         held: what the engine has; None plans from nothing, so the path starts with a full one.
         target: the highest sequence to go to; None is no limit.
         avoid: uids that must not be part of the path.
+        costs: what was measured.
     """
+    costs = costs or Costs()
     newer = [
         each
         for each in _candidates(versions)
@@ -93,13 +159,16 @@ def plan_install(
     ]
     allowed = [each for each in newer if each.version.uid not in avoid]
     deltas = [each for each in allowed if not each.is_full]
-    chain = _Route() if held is None else _best_route(deltas, {held.root_digest: _Route()})
-    fresh = _best_route(allowed, {})
+    start = {} if held is None else {held.root_digest: _Route()}
+    chain = _Route() if held is None else _best_route(deltas, start, costs)
+    fresh = _best_route(allowed, {}, costs)
     best = min(chain, fresh, key=lambda route: route.rank)
+    whole = _best_route([each for each in allowed if each.is_full], {}, costs)
     return InstallPlan(
         path=tuple(step.version for step in best.steps),
         payload_bytes=best.num_bytes,
         reason=_reason(best, other=fresh if best is chain else chain, newer=newer, held=held),
+        options=_options([best, chain, fresh, whole], held=held, costs=costs),
     )
 
 
@@ -118,7 +187,38 @@ def _candidates(versions: Iterable[WeightVersion]) -> Sequence[_Candidate]:
     ]
 
 
-def _best_route(candidates: Iterable[_Candidate], start: Mapping[str, _Route]) -> _Route:
+def _options(routes: Sequence[_Route], *, held: Holding | None, costs: Costs) -> tuple[Option, ...]:
+    """Return the different ways among these, each once."""
+    found = dict.fromkeys(route for route in routes if route.steps)
+    return tuple(
+        Option(
+            kind=_kind(route, held),
+            uids=tuple(step.version.uid for step in route.steps),
+            sequence=route.sequence,
+            payload_bytes=route.num_bytes,
+            seconds=route.seconds if _all_known(route, costs) else None,
+        )
+        for route in found
+    )
+
+
+def _all_known(route: _Route, costs: Costs) -> bool:
+    names = {step.version.uid for step in route.steps}
+    return costs.bytes_per_s is not None or names <= costs.rates.keys()
+
+
+def _kind(route: _Route, held: Holding | None) -> PlanKind:
+    if route.steps[0].is_full:
+        return PlanKind.FULL if len(route.steps) == 1 else PlanKind.SNAPSHOT
+    if len(route.steps) > 1:
+        return PlanKind.CHAIN
+    before = -1 if held is None else held.sequence
+    return PlanKind.DELTA if route.sequence == before + 1 else PlanKind.COMPOSED
+
+
+def _best_route(
+    candidates: Iterable[_Candidate], start: Mapping[str, _Route], costs: Costs
+) -> _Route:
     """Return the best route over ``candidates`` from the roots of ``start``, or an empty one.
 
     Sequences only rise along a route, so one pass in their order sees every base before what
@@ -131,8 +231,8 @@ def _best_route(candidates: Iterable[_Candidate], start: Mapping[str, _Route]) -
         found = []
         for each in group:
             base = _Route() if each.is_full else by_root.get(each.said.parent_root or "")
-            if base is not None:
-                found.append(base.extended(each))
+            if base is not None and len(base.steps) < STEPS_MAX:
+                found.append(base.extended(each, costs))
         best = min([best, *found], key=lambda route: route.rank)
         for route in found:
             root = route.steps[-1].said.root_digest
@@ -142,8 +242,8 @@ def _best_route(candidates: Iterable[_Candidate], start: Mapping[str, _Route]) -
     return best
 
 
-def _cost(route: _Route) -> tuple[int, int]:
-    return (route.num_bytes, len(route.steps))
+def _cost(route: _Route) -> tuple[float, int, int]:
+    return (route.seconds, route.num_bytes, len(route.steps))
 
 
 def _reason(
@@ -166,8 +266,16 @@ def _shown(route: _Route) -> str:
     num_deltas = len(route.steps) - num_full
     words = [f"full version {route.steps[0].version.uid}"] if num_full else []
     if num_deltas:
-        words.append(f"{num_deltas} delta{'s' if num_deltas > 1 else ''}")
+        composed = "composed " if num_deltas == 1 and _skips(route) else ""
+        words.append(f"{num_deltas} {composed}delta{'s' if num_deltas > 1 else ''}")
     return f"{' and '.join(words)} to sequence {route.sequence} ({route.num_bytes:,} bytes)"
+
+
+def _skips(route: _Route) -> bool:
+    """Say whether a delta after a full version goes over more than one sequence."""
+    return any(
+        after.said.sequence > before.said.sequence + 1 for before, after in pairwise(route.steps)
+    )
 
 
 def _unreachable(newest: _Candidate) -> str:
