@@ -9,7 +9,7 @@ InvalidRequestError for malformed arguments.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.refit.model import (
     Delta,
@@ -186,8 +186,9 @@ class ControlKeeping(Protocol):
         ...
 
 
-class ControlClient(ControlPlane, ControlKeeping, Protocol):
-    """A connection to the control service: everything, and streams."""
+@runtime_checkable
+class SupportsVersionWatch(Protocol):
+    """Tells of changes as they happen."""
 
     def watch_versions(
         self, model_name: str, *, run_id: str | None = None, after: int = 0
@@ -198,3 +199,7 @@ class ControlClient(ControlPlane, ControlKeeping, Protocol):
             ControlUnavailableError: nobody answered within the timeout, or this was closed.
         """
         ...
+
+
+class ControlClient(ControlPlane, ControlKeeping, SupportsVersionWatch, Protocol):
+    """A connection to the control service: everything, and streams."""
