@@ -16,6 +16,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Pin,
     RetentionPolicy,
     Shard,
     Tombstone,
@@ -128,6 +129,10 @@ class ControlPlane(Protocol):
         """Return each generator's latest report; by default of live registrations only."""
         ...
 
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
+        """Return which generators are to serve a version other than the newest, by pattern."""
+        ...
+
     def record_event(self, event: Event) -> None:
         """Append to the run's events."""
         ...
@@ -179,6 +184,15 @@ class ControlKeeping(Protocol):
 
     def drain_worker(self, worker_id: str, *, resume: bool = False) -> None:
         """Let a living worker begin nothing new, or again. Raises NotFoundError."""
+        ...
+
+    def set_pin(self, pin: Pin) -> None:
+        """Have some generators serve a READY version; with an empty one, the newest again.
+
+        Raises:
+            NotFoundError: no such version, or nothing to take away.
+            PreconditionError: it is not READY, or of another model.
+        """
         ...
 
     def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:

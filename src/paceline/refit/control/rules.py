@@ -17,6 +17,7 @@ from paceline.refit.model import (
     Delta,
     Event,
     InstalledReport,
+    Pin,
     RetentionPolicy,
     Shard,
     VersionDescription,
@@ -296,6 +297,18 @@ def check_delta(delta: Delta, limits: Limits) -> None:
     require_count("payload_bytes", delta.payload_bytes)
     if delta.base_version_id == delta.target_version_id:
         raise InvalidRequestError("a delta leads from one version to another")
+
+
+def check_pinnable(version: WeightVersion, pin: Pin) -> None:
+    """Raise PreconditionError for a version that nobody could be pinned to."""
+    if version.model_name != pin.model_name:
+        raise PreconditionError(
+            f"version {version.uid!r} is of model {version.model_name!r}, not {pin.model_name!r}"
+        )
+    if version.state is not VersionState.READY:
+        raise PreconditionError(
+            f"version {version.uid!r} is {version.state.value}; only a READY one can be served"
+        )
 
 
 def check_retention(policy: RetentionPolicy) -> None:
