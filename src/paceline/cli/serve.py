@@ -95,6 +95,20 @@ CRASH_LOOK_S = 0.5
     is_flag=True,
     help="A seed gives the same tokens whatever runs beside it; slower.",
 )
+@click.option(
+    "--engine-url",
+    "url",
+    envvar="PACELINE_ENGINE_URL",
+    show_envvar=True,
+    default="",
+    help="Of a server that runs already, for engines that drive one (sglang).",
+)
+@click.option(
+    "--engine-key-file",
+    "key_file",
+    type=click.Path(path_type=Path),
+    help="File with that server's key, if it wants one.",
+)
 @click.option("--grace", "grace_s", default=20.0, help="Seconds for requests in flight at the end.")
 @click.option(
     "--insecure-plaintext", is_flag=True, help="Admit a control service on another machine."
@@ -116,6 +130,10 @@ def serve(**options: Any) -> int:
         "max_batch",
         "max_waiting",
         "reproducible",
+        "url",
+        "key_file",
+        "url",
+        "key_file",
     )
     engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
     allow_plaintext = options.pop("insecure_plaintext")

@@ -162,6 +162,10 @@ class EngineConfig:
     reproducible: bool = False
     """A choice gets the same tokens whoever runs beside it, to the last bit of its logits, at the
     price of a pass of its own. Otherwise rounding may differ with the batch, as everywhere."""
+    url: str = ""
+    """Of a server that runs already, for engines that drive one."""
+    key_file: Path | None = None
+    """Holds that server's key, where it wants one."""
 
     def __post_init__(self) -> None:
         for field in ("threads", "max_batch", "max_waiting"):
@@ -265,6 +269,25 @@ class RolloutEngine(GeneratorEngineAdapter, Protocol):
 
 OnPiece = Callable[[ChoicePiece], None]
 """Called from the engine's thread; must return at once."""
+
+
+PROVEN = "live-bytes"
+"""How a report's root digest was proven: it was computed from the live parameters."""
+
+
+@runtime_checkable
+class SaysHowProven(Protocol):
+    """An engine whose live bytes are not all within our reach."""
+
+    @property
+    def proof(self) -> str:
+        """The word for how it is known that the engine holds what was installed."""
+        ...
+
+
+def proof_of(engine: GeneratorEngineAdapter) -> str:
+    """Return the word for how an engine's weights are proven."""
+    return engine.proof if isinstance(engine, SaysHowProven) else PROVEN
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from paceline.refit.errors import (
     UncertainStateError,
     VerifyError,
 )
-from paceline.refit.generators.protocol import EngineHealth, GeneratorEngineAdapter
+from paceline.refit.generators.protocol import EngineHealth, GeneratorEngineAdapter, proof_of
 from paceline.refit.model import (
     Event,
     InstalledReport,
@@ -52,9 +52,6 @@ from paceline.refit.receiver.updating import UpdateGate
 from paceline.refit.transports.protocol import ObjectReader
 
 log = logging.getLogger(__name__)
-
-PROVEN = "live-bytes"
-"""How a report's root digest was proven: it was computed from the live parameters."""
 
 REASON_CHARS_MAX = 500
 
@@ -430,7 +427,7 @@ class Receiver:
             fetched_bytes=last.fetched_bytes,
             refit_ms=last.refit_s * 1000,
             pause_ms=last.pause_s * 1000,
-            verified="" if installed is None else PROVEN,
+            verified="" if installed is None else proof_of(self._engine),
         )
 
     def _note_outage(self, error: ControlError) -> None:

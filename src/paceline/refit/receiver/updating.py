@@ -18,6 +18,7 @@ from paceline.refit.generators.protocol import (
     OnPiece,
     RolloutEngine,
     Sampling,
+    proof_of,
     submit_stream,
 )
 from paceline.refit.model import TensorBuffer
@@ -59,6 +60,11 @@ class UpdateGate:
         self._updating = ""
         self._entered_s = self._left_s = clock.monotonic()
         self._figures = dict.fromkeys(FIGURES, 0.0)
+
+    @property
+    def proof(self) -> str:
+        """How the engine's weights are proven."""
+        return proof_of(self._engine)
 
     @property
     def updating(self) -> str:
