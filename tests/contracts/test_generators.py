@@ -37,12 +37,16 @@ class TestTransformers(RolloutEngineContract):
 class TestSglang(RolloutEngineContract):
     """A stand-in for the server, real sockets, and a checkpoint on disk."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        self.model_dir = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-        self.server = FakeSglang(self.model_dir, vocabulary_size=SIZE)
+    model_dir: Path
+    server: FakeSglang
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        cls.model_dir = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+        cls.server = FakeSglang(cls.model_dir, vocabulary_size=SIZE)
         yield
-        self.server.close()
+        cls.server.close()
 
     def make(self) -> RolloutEngine:
         config = EngineConfig(model_dir=self.model_dir, url=self.server.url)

@@ -44,11 +44,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture
-def server(model_dir: Path) -> Iterator[FakeSglang]:
+@pytest.fixture(scope="module")
+def running(model_dir: Path) -> Iterator[FakeSglang]:
     made = FakeSglang(model_dir, vocabulary_size=SIZE)
     yield made
     made.close()
+
+
+@pytest.fixture
+def server(running: FakeSglang) -> FakeSglang:
+    running.restart()
+    return running
 
 
 @pytest.fixture
@@ -161,11 +167,12 @@ class TestInstall:
         engine.at_safe_point(nothing, installed=V2, timeout_s=5)
         assert server.tensors == live(engine)
 
-    def test_a_server_that_is_away(self, engine: SglangEngine, server: FakeSglang) -> None:
+    def test_a_server_that_is_away(self, model_dir: Path) -> None:
         """A server that does not answer is uncertain, and the error says what was tried."""
-        server.close()
+        engine = make_engine(model_dir, "http://127.0.0.1:9")
         with pytest.raises(UncertainStateError, match="did not take version v1"):
             engine.at_safe_point(nothing, installed=V1, timeout_s=5)
+        engine.close(timeout_s=1)
 
     def test_somebody_else_sets_the_label(self, engine: SglangEngine, server: FakeSglang) -> None:
         """A server that says another version than was installed is not believed."""
@@ -176,6 +183,7 @@ class TestInstall:
         server.__class__ = Stubborn
         with pytest.raises(UncertainStateError, match="'theirs' instead of 'v1'"):
             engine.at_safe_point(nothing, installed=V1, timeout_s=5)
+        server.__class__ = FakeSglang
 
     def test_proof_is_called_what_it_is(self, engine: SglangEngine) -> None:
         """The report does not say that live bytes were read where they were not."""

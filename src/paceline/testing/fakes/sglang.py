@@ -66,19 +66,24 @@ class FakeSglang:
             vocabulary_size: tokens are below it.
             key: what requests must bring; empty for an open server.
         """
-        self.tensors = read_tensors(model_path)
+        self._model_path = model_path
+        self.restart()
+        self._vocabulary_size = vocabulary_size
+        self._key = key
+        self._server = EngineServer(host="127.0.0.1", port=0, clock=system_clock())
+        self.url = self._server.endpoint
+        self._server.start(self._app(), grace_s=1)
+
+    def restart(self) -> None:
+        """Be as after a start: the checkpoint's weights, no label, no request, no fault."""
+        self.tensors = read_tensors(self._model_path)
         self.weight_version = "default"
         self.calls: list[str] = []
         self.failures: dict[str, list[str]] = {}
         """Route -> how its next calls go wrong: refuse, flush_refused, half, lost."""
         self.tells_spans = True
-        self._vocabulary_size = vocabulary_size
-        self._key = key
         self._running: dict[str, bool] = {}
         self._is_paused = False
-        self._server = EngineServer(host="127.0.0.1", port=0, clock=system_clock())
-        self.url = self._server.endpoint
-        self._server.start(self._app(), grace_s=1)
 
     def close(self) -> None:
         """Stop answering."""
