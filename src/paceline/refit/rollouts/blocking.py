@@ -68,6 +68,12 @@ class RolloutClient:
         """Yield the tokens of one choice as they come, see AsyncRolloutClient.stream."""
         return self._each(self._client.stream(prompt, sampling, version_id=version_id))
 
+    def __enter__(self) -> "RolloutClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End waits and give connections back; what waits fails. Idempotent."""
         with self._closing:
