@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from paceline.core.clock import AsyncClock
 from paceline.core.errors import DeadlineExceededError
@@ -68,7 +68,7 @@ class RolloutClient:
         """Yield the tokens of one choice as they come, see AsyncRolloutClient.stream."""
         return self._each(self._client.stream(prompt, sampling, version_id=version_id))
 
-    def __enter__(self) -> "RolloutClient":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
