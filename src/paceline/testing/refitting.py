@@ -13,6 +13,7 @@ from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.generators.protocol import EngineConfig, Generation, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
 from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.receiver.policy import UpdatePolicy
@@ -133,6 +134,10 @@ class MemoryRun:
         """Forget a version and its bytes, as a publisher does in time."""
         self.ledger.delete_version(uid)
         for shard in self.ledger.list_shards(uid):
+            key = (uid, shard.source_slot_id)
+            for item in parse_manifest(self.server.find_manifest(key)).objects:
+                self.server.withdraw_object(item.object_id)
+            self.server.release_manifest(version_id=uid, source_slot_id=shard.source_slot_id)
             self.ledger.delete_shard(
                 version_id=uid, source_slot_id=shard.source_slot_id, worker_id=shard.worker_id
             )

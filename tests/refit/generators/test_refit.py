@@ -23,7 +23,7 @@ from paceline.testing.tiny_model import write_tiny_qwen3
 PROMPTS = [[10, 20, 30], [5], [7, 8, 9, 10, 11, 12, 13]]
 GREEDY = Sampling(max_tokens=16, temperature=0)
 IS_NIGHT = environ().get("HYPOTHESIS_PROFILE") == "nightly"
-VERSIONS = 50 if IS_NIGHT else 8
+VERSIONS = 50 if IS_NIGHT else 4
 
 
 @pytest.fixture(scope="module")
