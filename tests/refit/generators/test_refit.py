@@ -17,8 +17,8 @@ from paceline.refit.receiver.policy import UpdatePolicy
 from paceline.system import environ
 from paceline.testing.fakes.trainer import State, root_of
 from paceline.testing.payloads import delta_payload, full_payload
-from paceline.testing.refitting import Follower, MemoryRun
 from paceline.testing.tiny_model import write_tiny_qwen3
+from refit.generators.refitting import Follower, MemoryRun
 
 PROMPTS = [[10, 20, 30], [5], [7, 8, 9, 10, 11, 12, 13]]
 GREEDY = Sampling(max_tokens=16, temperature=0)

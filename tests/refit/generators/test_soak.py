@@ -8,8 +8,8 @@ import pytest
 
 from paceline.refit.generators.protocol import Sampling
 from paceline.system import environ, system_clock
-from paceline.testing.refitting import Follower, MemoryRun
 from paceline.testing.tiny_model import write_tiny_qwen3
+from refit.generators.refitting import Follower, MemoryRun
 
 SOAK_S = float(environ().get("PACELINE_SOAK_S", "60"))
 SETTLED_AFTER = 50
