@@ -89,6 +89,8 @@ peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests 
 
 nightly: setup system peer  ## the simulations at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
+	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

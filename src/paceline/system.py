@@ -10,7 +10,7 @@ from pathlib import Path
 
 import platformdirs
 
-from paceline.core.clock import Clock
+from paceline.core.clock import AsyncClock, Clock
 
 
 class SystemClock:
@@ -30,9 +30,28 @@ class SystemClock:
             time.sleep(seconds)
 
 
+class SystemAsyncClock:
+    """The same for an event loop."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some fixed moment."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Let others run."""
+        import asyncio  # 20 ms that the command line need not pay
+
+        await asyncio.sleep(max(0.0, seconds))
+
+
 def system_clock() -> Clock:
     """Return the computer's clock."""
     return SystemClock()
+
+
+def system_async_clock() -> AsyncClock:
+    """Return the computer's clock, for an event loop."""
+    return SystemAsyncClock()
 
 
 def environ() -> Mapping[str, str]:

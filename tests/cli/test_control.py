@@ -212,3 +212,28 @@ def stop_and_watch(
     with pytest.raises(ControlUnavailableError):
         gone.list_versions(MODEL)
     gone.close()
+
+
+def test_pins(served: Served) -> None:
+    """Engines are pinned by pattern, listed with what they serve, and let go again."""
+    uid = publish(served.plane)
+    runner = CliRunner()
+
+    def run(*words: str) -> dict[str, object]:
+        done = runner.invoke(versions, [*words, *served.options, "--json"])
+        assert done.exit_code == 0, done.output
+        (found,) = json.loads(done.output)["pins"] or [{}]
+        return dict(found)
+
+    plan = run("pin", uid, "--workers", "g-*", "--dry-run")
+    assert plan["version_id"] == uid
+    assert run("pins", "--model", MODEL) == {}
+    run("pin", uid, "--workers", "g-*")
+    found = run("pins", "--model", MODEL)
+    assert (found["workers"], found["version_id"]) == ("g-*", uid)
+    table = runner.invoke(versions, ["pins", "--model", MODEL, *served.options])
+    assert "g-*" in table.output
+    run("unpin", "--model", MODEL, "--workers", "g-*")
+    assert run("pins", "--model", MODEL) == {}
+    wrong = runner.invoke(versions, ["unpin", "--model", MODEL, "--workers", "x", *served.options])
+    assert isinstance(wrong.exception, NotFoundError)

@@ -39,15 +39,15 @@ from paceline.refit.rollouts import (
     Fleet,
     RolloutClient,
     RolloutConfig,
-    choose_engine,
-    explain_none,
+    Want,
     fleet_of,
-    parse_choices,
 )
+from paceline.refit.rollouts.routing import choose_engine, explain_none
+from paceline.refit.rollouts.wire import parse_choices
 from paceline.refit.serving.app import ServingParts, build_app
 from paceline.refit.serving.server import EngineServer
 from paceline.system import system_clock
-from paceline.testing.clock import FakeClock
+from paceline.testing.clock import FakeAsyncClock, FakeClock
 from paceline.testing.fakes.control_plane import FakeControlPlane
 from paceline.testing.fakes.generator import FakeGenerator
 
@@ -121,11 +121,13 @@ def two() -> Iterator[list[Served]]:
 @contextmanager
 def client(*reports: InstalledReport, newest: int = 5, **changes: Any) -> Iterator[RolloutClient]:
     """Waits cost nothing: the clock jumps."""
-    config = RolloutConfig(max_staleness=1, token=TOKEN, model_name="m", parallel=4)
+    config = RolloutConfig(
+        max_staleness=1, token=TOKEN, model_name="m", parallel=4, affinity_tokens=0
+    )
     made = RolloutClient(
         replace(config, **changes),
         fleet=lambda: Fleet(reports=reports, newest=newest),
-        clock=FakeClock(),
+        clock=FakeAsyncClock(),
         chance=lambda: 0.5,
     )
     try:
@@ -264,7 +266,9 @@ class TestStaleness:
 
         clock = FakeClock()
         config = RolloutConfig(max_staleness=1, token=TOKEN, model_name="m")
-        rollouts = RolloutClient(config, fleet=fleet, clock=clock, chance=lambda: 0.0)
+        rollouts = RolloutClient(
+            config, fleet=fleet, clock=FakeAsyncClock(clock), chance=lambda: 0.0
+        )
         for prompt in ([1], [2]):
             assert rollouts.complete([prompt], SAMPLING)
             clock.advance(1)
@@ -302,7 +306,9 @@ def test_choice(
 ) -> None:
     """The chosen engine is fit, nobody fit has less to do, and None means nobody is fit."""
     fleet = Fleet(reports=tuple(reports), newest=newest)
-    chosen = choose_engine(fleet, loads, avoided=avoided, max_staleness=2)
+    config = RolloutConfig(max_staleness=2, token=TOKEN, model_name="m")
+    want = Want(prompt=(1, 2), sampling=SAMPLING)
+    chosen = choose_engine(fleet, loads, want=want, config=config, avoided=avoided)
     fit = [
         each
         for each in reports
@@ -314,7 +320,7 @@ def test_choice(
     ]
     if chosen is None:
         assert not fit
-        assert explain_none(fleet, avoided, max_staleness=2)
+        assert explain_none(fleet, avoided, want=want, config=config)
     else:
         assert chosen in fit
         assert loads.get(chosen.worker_id, 0) == min(loads.get(e.worker_id, 0) for e in fit)

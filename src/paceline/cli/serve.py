@@ -83,6 +83,32 @@ CRASH_LOOK_S = 0.5
     default=None,
     help="Versions behind the newest at which it refuses to serve; default: no limit.",
 )
+@click.option(
+    "--update",
+    type=click.Choice(["immediate", "drain", "abort"]),
+    default="immediate",
+    help="Requests in flight when a version goes in: go on, are waited for, or are aborted.",
+)
+@click.option("--drain", "drain_s", default=30.0, help="Seconds that --update drain waits.")
+@click.option(
+    "--reproducible",
+    is_flag=True,
+    help="A seed gives the same tokens whatever runs beside it; slower.",
+)
+@click.option(
+    "--engine-url",
+    "url",
+    envvar="PACELINE_ENGINE_URL",
+    show_envvar=True,
+    default="",
+    help="Of a server that runs already, for engines that drive one (sglang).",
+)
+@click.option(
+    "--engine-key-file",
+    "key_file",
+    type=click.Path(path_type=Path),
+    help="File with that server's key, if it wants one.",
+)
 @click.option("--grace", "grace_s", default=20.0, help="Seconds for requests in flight at the end.")
 @click.option(
     "--insecure-plaintext", is_flag=True, help="Admit a control service on another machine."
@@ -96,7 +122,19 @@ def serve(**options: Any) -> int:
     from paceline.refit import compose
     from paceline.refit.generators.protocol import EngineConfig
 
-    engine_fields = ("model_dir", "dtype", "device", "threads", "max_batch", "max_waiting")
+    engine_fields = (
+        "model_dir",
+        "dtype",
+        "device",
+        "threads",
+        "max_batch",
+        "max_waiting",
+        "reproducible",
+        "url",
+        "key_file",
+        "url",
+        "key_file",
+    )
     engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
     allow_plaintext = options.pop("insecure_plaintext")
     config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from paceline.cli.version_files import apply, compose, diff, verify_folder
 from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.refit.control.protocol import ControlClient
-from paceline.refit.model import WeightVersion
+from paceline.refit.model import InstalledReport, Pin, WeightVersion
 
 if TYPE_CHECKING:
     from paceline.refit.plan.explain import Explanation, SourceLine
@@ -213,6 +214,83 @@ def _print_explanation(found: "Explanation") -> None:
 def _source_row(line: "SourceLine") -> Sequence[str]:
     rate = "-" if line.bytes_per_s is None else f"{line.bytes_per_s / 1e6:.1f}"
     return (line.worker_id, line.role, line.region or "-", f"{line.share:.0%}", rate, line.note)
+
+
+@versions.command()
+@click.argument("uid")
+@click.option("--workers", required=True, help="A worker id, or a pattern with * and ?.")
+@click.option("--dry-run", is_flag=True, help="Only say which living engines would follow.")
+@_connection
+def pin(*, uid: str, workers: str, dry_run: bool, as_json: bool, **connection: Any) -> None:
+    """Have engines serve version UID instead of the newest, until they are unpinned.
+
+    They go back over a full version, and say `stale` until they have arrived. Of several patterns
+    that an engine's id matches the longest counts. Patterns count for engines to come too.
+    """
+    plane = _connect(**connection)
+    try:
+        wanted = Pin(model_name=plane.get_version(uid).model_name, workers=workers, version_id=uid)
+        if not dry_run:
+            plane.set_pin(wanted)
+        reports = _matching(plane, wanted)
+    finally:
+        plane.close()
+    _print_pins([(wanted, reports)], as_json=as_json)
+
+
+@versions.command()
+@click.option("--model", "model_name", required=True, help="Name of the model.")
+@click.option("--workers", required=True, help="The pattern, as it was pinned.")
+@_connection
+def unpin(*, model_name: str, workers: str, as_json: bool, **connection: Any) -> None:
+    """Let engines follow the newest version again."""
+    plane = _connect(**connection)
+    freed = Pin(model_name=model_name, workers=workers, version_id="")
+    try:
+        plane.set_pin(freed)
+        reports = _matching(plane, freed)
+    finally:
+        plane.close()
+    _print_pins([(freed, reports)], as_json=as_json)
+
+
+@versions.command()
+@click.option("--model", "model_name", required=True, help="Name of the model.")
+@_connection
+def pins(*, model_name: str, as_json: bool, **connection: Any) -> None:
+    """List which engines are pinned to which version, and what they serve now."""
+    plane = _connect(**connection)
+    try:
+        found = [(each, _matching(plane, each)) for each in plane.list_pins(model_name)]
+    finally:
+        plane.close()
+    _print_pins(found, as_json=as_json)
+
+
+def _matching(plane: ControlClient, pin: Pin) -> Sequence[InstalledReport]:
+    """Return what the living engines of a pattern serve now."""
+    reports = plane.list_installed(pin.model_name)
+    return [each for each in reports if fnmatchcase(each.worker_id, pin.workers)]
+
+
+def _print_pins(found: Sequence[tuple[Pin, Sequence[InstalledReport]]], *, as_json: bool) -> None:
+    if as_json:
+        documents = [
+            {**asdict(pin), "engines": [asdict(each) for each in reports]} for pin, reports in found
+        ]
+        click.echo(json.dumps({"pins": documents}))
+        return
+    _print_table(
+        ("engines", "pinned to", "engine", "state", "serves"),
+        [
+            (pin.workers, pin.version_id or "the newest", *engine)
+            for pin, reports in found
+            for engine in (
+                [(each.worker_id, each.state, each.version_id or "-") for each in reports]
+                or [("none lives", "-", "-")]
+            )
+        ],
+    )
 
 
 def _verify_published(uid: str, *, as_json: bool, **connection: Any) -> int:

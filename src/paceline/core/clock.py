@@ -17,3 +17,15 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None:
         """Block for ``seconds``; zero or less returns at once."""
         ...
+
+
+class AsyncClock(Protocol):
+    """The same for code that runs in an event loop."""
+
+    def monotonic(self) -> float:
+        """Return seconds since some fixed moment; never goes back."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Let others run for ``seconds``; zero or less lets them run once."""
+        ...

@@ -289,6 +289,17 @@ class RetentionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Which version some generators serve instead of the newest one."""
+
+    model_name: str
+    workers: str
+    """A worker id, or a pattern of ids with ``*`` and ``?``."""
+    version_id: str
+    """Empty only in a request: the pattern's pin is taken away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
     """A version that is gone; its name is not used again while this is kept."""
 

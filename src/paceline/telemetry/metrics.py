@@ -23,10 +23,18 @@ GAUGES: Final[dict[str, str]] = {
     "fetched_bytes": "Payload bytes fetched since the start",
     "refit_seconds": "From seeing a version READY to serving it, last install",
     "pause_seconds": "How long no forward pass could start, last install",
+    "drain_seconds": "How long requests in flight were waited for, last install",
+    "apply_seconds": "How long writing into live parameters took, last install",
+    "prepare_seconds": "How long fetching and proving took before the safe point, last install",
+    "verify_seconds": "How long proving the live bytes took after it, last install",
+    "aborted_requests": "Requests aborted for an update since the start",
+    "staleness": "Versions between what is installed and the newest",
 }
 """Name -> help of what is read at the moment of a scrape."""
 
 CALL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+
+STALENESS_BUCKETS: Final = (0, 1, 2, 3, 4, 6, 8, 16, 32)
 
 SECONDS_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -50,6 +58,12 @@ class EngineMetrics:
             buckets=SECONDS_BUCKETS,
             registry=self._registry,
         )
+        self._staleness = Histogram(
+            "paceline_choice_staleness",
+            "Versions between the oldest weights behind a choice and the newest",
+            buckets=STALENESS_BUCKETS,
+            registry=self._registry,
+        )
         self._gauges = {
             name: Gauge(f"paceline_{name}", text, registry=self._registry)
             for name, text in GAUGES.items()
@@ -64,6 +78,10 @@ class EngineMetrics:
         """Count what one answered request read and wrote."""
         self._tokens.labels(kind="prompt").inc(prompt)
         self._tokens.labels(kind="generated").inc(generated)
+
+    def observe_staleness(self, versions: int) -> None:
+        """Count one choice that was so many versions behind when it was answered."""
+        self._staleness.observe(versions)
 
     def render(self, gauges: Mapping[str, float]) -> bytes:
         """Return the exposition text, with these values of GAUGES (a missing one keeps its last).

@@ -1,5 +1,6 @@
 """A clock that jumps: waiting costs nothing and a test decides what time it is."""
 
+import asyncio
 import threading
 
 _START_S = 1_700_000_000.0
@@ -40,3 +41,19 @@ class FakeClock:
         """Set the wall clock, as an operator or NTP does; monotonic time does not notice."""
         with self._lock:
             self._time_s = time_s
+
+
+class FakeAsyncClock:
+    """The same time for code in an event loop: a sleeper jumps, and lets the others run."""
+
+    def __init__(self, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+
+    def monotonic(self) -> float:
+        """Return seconds since the clock was made."""
+        return self.clock.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Jump ahead and yield once."""
+        self.clock.sleep(seconds)
+        await asyncio.sleep(0)  # noqa: TID251 - this is the clock

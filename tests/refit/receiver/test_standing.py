@@ -22,6 +22,9 @@ SEEN = st.builds(
     is_draining=st.booleans(),
     uncertain=st.sampled_from(["", "half written"]),
     crash=st.sampled_from(["", "bug"]),
+    updating=st.sampled_from(["", "v6 is going in"]),
+    astray=st.sampled_from(["", "pinned to v1"]),
+    is_pinned=st.booleans(),
 )
 
 
@@ -34,8 +37,10 @@ def test_ready_means_ready(seen: Observation, versions: int | None) -> None:
         or seen.is_draining
         or seen.uncertain
         or seen.crash
+        or seen.updating
+        or seen.astray
         or seen.silent_s > 50
-        or (versions is not None and seen.newest - 5 > versions)
+        or (versions is not None and seen.newest - 5 > versions and not seen.is_pinned)
     )
     assert (health.state is EngineState.READY) == (not against)
     assert (health.reason == "") == (health.state is EngineState.READY)

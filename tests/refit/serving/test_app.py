@@ -179,6 +179,7 @@ class TestStates:
             "version_id": "v1",
             "sequence": 1,
             "root_digest": "aa",
+            "staleness": 0,
         }
 
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 RECEIVER_STOP_S = 25.0
 """Longer than the read of one chunk may take."""
 
+UPDATES = ("immediate", "drain", "abort")
+"""Values of receiver.policy.UpdatePolicy, known without importing it."""
+
 SEED_BYTES = 7
 """So that a fresh seed fits into 63 bits."""
 
@@ -52,6 +55,10 @@ class EngineServiceConfig:
     port: int = 0
     credentials: Path | None = None
     """None: where PACELINE_CREDENTIALS points."""
+    update: str = "immediate"
+    """What becomes of requests in flight when a version goes in: immediate, drain or abort."""
+    drain_s: float = 30.0
+    """How long ``drain`` waits for them before it aborts the rest."""
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
     data: DataPlane | None = None
@@ -65,8 +72,12 @@ class EngineServiceConfig:
     """How long requests in flight may finish when the engine is stopped."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.grace_s < math.inf:
-            raise UsageError("grace must be a finite number of seconds, 0 or more")
+        for name in ("grace_s", "drain_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                word = name.removesuffix("_s")
+                raise UsageError(f"{word} must be a finite number of seconds, 0 or more")
+        if self.update not in UPDATES:
+            raise UsageError(f"update is {self.update!r}; it can be {', '.join(UPDATES)}")
 
 
 class EngineService:
@@ -107,6 +118,8 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         ControlError: the control service did not answer in time, or refused the token. Like
             after every other error, nothing is left running.
     """
+    from paceline.refit.receiver.policy import UpdatePolicy
+    from paceline.refit.receiver.updating import UpdateGate
     from paceline.refit.serving.app import ServingParts, build_app
     from paceline.refit.serving.server import EngineServer
 
@@ -118,7 +131,10 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         control = _control_of(config, credentials.control_token)
         parts.callback(control.close)
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
-        engine: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
+        inner: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
+        engine = UpdateGate(
+            inner, policy=UpdatePolicy(config.update), drain_s=config.drain_s, clock=clock
+        )
         parts.callback(engine.close, timeout_s=10)
         receiver = _receiver_for(config, control, engine, parts, endpoint=server.endpoint)
         app = build_app(
@@ -128,6 +144,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
                 token=credentials.data_token,
                 health=receiver.health,
                 figures=receiver.figures,
+                newest=lambda: receiver.newest,
                 clock=clock,
                 new_id=system.new_nonce,
             )

@@ -16,7 +16,7 @@ from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.compose.data import DataPlane, data_plane, open_source
 from paceline.refit.compose.supply import signer, with_run_tls
 from paceline.refit.control import auth
-from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
@@ -264,16 +264,15 @@ def connect_rollouts(
         max_staleness: how many sequences behind the newest an engine may be.
         data_token: what the engines want to see.
     """
-    from paceline.refit.rollouts import RolloutClient, RolloutConfig, fleet_of
+    from paceline.refit.rollouts import FleetWatch, RolloutClient, RolloutConfig
 
-    config = RolloutConfig(
-        max_staleness=max_staleness,
-        token=data_token,
-        model_name=model_name,
-    )
+    fleet = FleetWatch(control, model_name=model_name, run_id=run_id)
+    if isinstance(control, SupportsVersionWatch):
+        fleet.start(control)
     return RolloutClient(
-        config,
-        fleet=fleet_of(control, model_name=model_name, run_id=run_id),
-        clock=system.system_clock(),
+        RolloutConfig(max_staleness=max_staleness, token=data_token, model_name=model_name),
+        fleet=fleet,
+        clock=system.system_async_clock(),
         chance=system.chance,
+        on_close=fleet.close,
     )

@@ -54,6 +54,7 @@ _READS = frozenset(
         "ListDeltas",
         "GetRetention",
         "ListTombstones",
+        "ListPins",
         "ListReplicas",
     }
 )

@@ -18,6 +18,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Pin,
     Shard,
     VersionDescription,
     VersionRequest,
@@ -106,6 +107,10 @@ class BucketControl:
     def list_installed(
         self, model_name: str, *, live_only: bool = True
     ) -> Sequence[InstalledReport]:
+        """Return none."""
+        return ()
+
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
         """Return none."""
         return ()
 

@@ -229,6 +229,15 @@ def _drain_worker(plane: ControlLedger, request: own.DrainWorkerRequest) -> own.
     return own.DrainWorkerResponse()
 
 
+def _set_pin(plane: ControlLedger, request: own.SetPinRequest) -> own.SetPinResponse:
+    plane.set_pin(convert.parse_pin(request))
+    return own.SetPinResponse()
+
+
+def _list_pins(plane: ControlPlane, request: own.ListPinsRequest) -> own.ListPinsResponse:
+    return own.ListPinsResponse(pins=map(convert.to_pin, plane.list_pins(request.model_name)))
+
+
 def _list_tombstones(
     plane: ControlLedger, request: own.ListTombstonesRequest
 ) -> own.ListTombstonesResponse:
@@ -294,6 +303,8 @@ _OWN_CALLS: Mapping[str, Call] = {
     "SetRetention": _set_retention,
     "GetRetention": _get_retention,
     "DrainWorker": _drain_worker,
+    "SetPin": _set_pin,
+    "ListPins": _list_pins,
     "ListTombstones": _list_tombstones,
 }
 

@@ -31,6 +31,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -324,6 +325,19 @@ class GrpcControlPlane:
     def drain_worker(self, worker_id: str, *, resume: bool = False) -> None:
         """Let a living worker begin nothing new, or again."""
         self._call(lambda: own.DrainWorkerRequest(worker_id=worker_id, resume=resume))
+
+    def set_pin(self, pin: Pin) -> None:
+        """Say which version some generators serve, or the newest again."""
+        self._call(
+            lambda: own.SetPinRequest(
+                model_name=pin.model_name, workers=pin.workers, version_id=pin.version_id
+            )
+        )
+
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
+        """Return a model's pins, by pattern."""
+        reply = self._call(lambda: own.ListPinsRequest(model_name=model_name))
+        return self._read(lambda: [convert.parse_pin(pin) for pin in reply.pins])
 
     def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
         """Return a model's versions that are gone, by uid."""

@@ -41,6 +41,7 @@ from paceline.refit.model import (
     InstalledReport,
     Lease,
     ObjectStorageSource,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -398,6 +399,28 @@ class ControlLedger:
                 tx.put(key, records.encode_text(worker_id))
 
         self._write(decide)
+
+    def set_pin(self, pin: Pin) -> None:
+        """Have some generators serve a READY version, or the newest again."""
+        rules.require_text(self._limits, model_name=pin.model_name, workers=pin.workers)
+        key = records.pin_key(pin.model_name, pin.workers)
+
+        def decide(tx: Transaction) -> None:
+            if pin.version_id:
+                rules.check_pinnable(require_version(tx, pin.version_id).version, pin)
+                tx.put(key, records.encode(pin))
+            elif tx.get(key) is None:
+                raise rules.not_found("pin", pin.workers)
+            else:
+                tx.delete(key)
+
+        self._write(decide)
+
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
+        """Return a model's pins, by pattern."""
+        rules.require_text(self._limits, model_name=model_name)
+        found = self._store.list(records.pins_prefix(model_name))
+        return sorted((records.decode_pin(r.value) for r in found), key=lambda pin: pin.workers)
 
     def list_draining(self) -> Sequence[str]:
         """Return the ids of workers that begin nothing new."""

@@ -9,13 +9,14 @@ InvalidRequestError for malformed arguments.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.refit.model import (
     Delta,
     Event,
     InstalledReport,
     Lease,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -129,6 +130,10 @@ class ControlPlane(Protocol):
         """Return each generator's latest report; by default of live registrations only."""
         ...
 
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
+        """Return which generators are to serve a version other than the newest, by pattern."""
+        ...
+
     def record_event(self, event: Event) -> None:
         """Append to the run's events."""
         ...
@@ -182,6 +187,15 @@ class ControlKeeping(Protocol):
         """Let a living worker begin nothing new, or again. Raises NotFoundError."""
         ...
 
+    def set_pin(self, pin: Pin) -> None:
+        """Have some generators serve a READY version; with an empty one, the newest again.
+
+        Raises:
+            NotFoundError: no such version, or nothing to take away.
+            PreconditionError: it is not READY, or of another model.
+        """
+        ...
+
     def list_tombstones(self, model_name: str) -> Sequence[Tombstone]:
         """Return a model's versions that are gone, by uid."""
         ...
@@ -208,8 +222,9 @@ class ReplicaBoard(Protocol):
         ...
 
 
-class ControlClient(ControlPlane, ControlKeeping, ReplicaBoard, Protocol):
-    """A connection to the control service: everything, and streams."""
+@runtime_checkable
+class SupportsVersionWatch(Protocol):
+    """Tells of changes as they happen."""
 
     def watch_versions(
         self, model_name: str, *, run_id: str | None = None, after: int = 0
@@ -220,3 +235,7 @@ class ControlClient(ControlPlane, ControlKeeping, ReplicaBoard, Protocol):
             ControlUnavailableError: nobody answered within the timeout, or this was closed.
         """
         ...
+
+
+class ControlClient(ControlPlane, ControlKeeping, ReplicaBoard, SupportsVersionWatch, Protocol):
+    """A connection to the control service: everything, and streams."""

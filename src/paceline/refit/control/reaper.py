@@ -129,6 +129,8 @@ def _retire_surplus(store: Store, write: Write, catalog: Catalog, value: bytes) 
     now_ms = store.now_ms()
     leases = (records.decode_lease(r.value) for r in store.list(records.LEASES))
     leased = {lease.version_id for lease in leases if lease.expires_at_unix_ms > now_ms}
+    pinned = store.list(records.pins_prefix(kept.model_name))
+    leased |= {records.decode_pin(record.value).version_id for record in pinned}
     versions = [record.version for record in catalog.records_of(kept.model_name)]
     for uid in plan_releases(versions, policy=kept.policy, leased=leased):
         yield write(partial(_retire, uid=uid))

@@ -20,6 +20,7 @@ from paceline.refit.model import (
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -39,6 +40,7 @@ WORKERS = "worker/"
 LEASES = "lease/"
 REPORTS = "installed/"
 DRAINS = "drain/"
+PINS = "pin/"
 RETENTION = "retention/"
 RUNS = "run/"
 
@@ -144,6 +146,16 @@ def retention_key(model_name: str) -> str:
 def drain_key(worker_id: str) -> str:
     """Return where it says that a worker is draining."""
     return DRAINS + _escape(worker_id)
+
+
+def pins_prefix(model_name: str) -> str:
+    """Return where the pins of a model are."""
+    return f"{PINS}{_escape(model_name)}/"
+
+
+def pin_key(model_name: str, workers: str) -> str:
+    """Return where it says what the workers of a pattern serve."""
+    return pins_prefix(model_name) + _escape(workers)
 
 
 def idempotency_key(model_name: str, key: str) -> str:
@@ -300,6 +312,11 @@ def decode_retention(value: bytes) -> RetentionRecord:
         value,
         lambda fields: RetentionRecord(policy=RetentionPolicy(**fields.pop("policy")), **fields),
     )
+
+
+def decode_pin(value: bytes) -> Pin:
+    """Read what ``encode`` wrote of a Pin."""
+    return _decode(value, lambda fields: Pin(**fields))
 
 
 def decode_shard(value: bytes) -> Shard:

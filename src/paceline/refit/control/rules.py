@@ -17,6 +17,7 @@ from paceline.refit.model import (
     Delta,
     Event,
     InstalledReport,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -332,6 +333,18 @@ def check_replica(replica: Replica, limits: Limits) -> None:
         require_text(limits, rates_worker_id=worker_id)
         if not math.isfinite(rate) or rate < 0:
             raise InvalidRequestError(f"a rate is {rate}; it must be zero or more")
+
+
+def check_pinnable(version: WeightVersion, pin: Pin) -> None:
+    """Raise PreconditionError for a version that nobody could be pinned to."""
+    if version.model_name != pin.model_name:
+        raise PreconditionError(
+            f"version {version.uid!r} is of model {version.model_name!r}, not {pin.model_name!r}"
+        )
+    if version.state is not VersionState.READY:
+        raise PreconditionError(
+            f"version {version.uid!r} is {version.state.value}; only a READY one can be served"
+        )
 
 
 def check_retention(policy: RetentionPolicy) -> None:

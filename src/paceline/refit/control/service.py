@@ -158,6 +158,7 @@ AUDITED: Final = frozenset(
         "DescribeVersion",
         "SetRetention",
         "DrainWorker",
+        "SetPin",
     }
 )
 """Calls that change what others see, and are rare enough to be told one by one."""

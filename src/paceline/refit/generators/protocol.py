@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.errors import UsageError
 from paceline.refit.errors import BadRequestError
@@ -159,6 +159,13 @@ class EngineConfig:
     """Choices that are generated together."""
     max_waiting: int = 256
     """Prompts that may wait for a place; more are refused."""
+    reproducible: bool = False
+    """A choice gets the same tokens whoever runs beside it, to the last bit of its logits, at the
+    price of a pass of its own. Otherwise rounding may differ with the batch, as everywhere."""
+    url: str = ""
+    """Of a server that runs already, for engines that drive one."""
+    key_file: Path | None = None
+    """Holds that server's key, where it wants one."""
 
     def __post_init__(self) -> None:
         for field in ("threads", "max_batch", "max_waiting"):
@@ -202,6 +209,22 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoicePiece:
+    """Tokens of one choice that have come since the piece before."""
+
+    index: int
+    """Which of the prompt's choices."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    """Of all pieces together: the choice's text."""
+    spans: tuple[VersionSpan, ...]
+    """Of these tokens, counted from the first token of the choice."""
+    finish_reason: str | None = None
+    """Set in the last piece of a choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How much an engine has to do."""
 
@@ -242,3 +265,81 @@ class RolloutEngine(GeneratorEngineAdapter, Protocol):
     def close(self, *, timeout_s: float) -> None:
         """Stop; what has not finished fails with EngineNotReadyError. Idempotent."""
         ...
+
+
+OnPiece = Callable[[ChoicePiece], None]
+"""Called from the engine's thread; must return at once."""
+
+
+PROVEN = "live-bytes"
+"""How a report's root digest was proven: it was computed from the live parameters."""
+
+
+@runtime_checkable
+class SaysHowProven(Protocol):
+    """An engine whose live bytes are not all within our reach."""
+
+    @property
+    def proof(self) -> str:
+        """The word for how it is known that the engine holds what was installed."""
+        ...
+
+
+def proof_of(engine: GeneratorEngineAdapter) -> str:
+    """Return the word for how an engine's weights are proven."""
+    return engine.proof if isinstance(engine, SaysHowProven) else PROVEN
+
+
+@runtime_checkable
+class SupportsStreaming(Protocol):
+    """Tells of tokens while a choice grows."""
+
+    def submit_stream(
+        self, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece
+    ) -> "Future[Generation]":
+        """Do what RolloutEngine.submit does and call ``on_piece`` with every token on the way.
+
+        The last piece of every choice comes before the future is done.
+        """
+        ...
+
+
+def submit_stream(
+    engine: RolloutEngine, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece
+) -> "Future[Generation]":
+    """Submit to an engine that streams, or have each choice told as one piece when all are done."""
+    if isinstance(engine, SupportsStreaming):
+        return engine.submit_stream(prompt, sampling, on_piece)
+    told: Future[Generation] = Future()
+    inner = engine.submit(prompt, sampling)
+
+    def tell(done: "Future[Generation]") -> None:
+        if done.cancelled():
+            told.cancel()
+            return
+        error = done.exception()
+        if error is None:
+            for index, choice in enumerate(done.result().choices):
+                on_piece(whole_piece(index, choice))
+        if not told.set_running_or_notify_cancel():
+            return
+        if error is None:
+            told.set_result(done.result())
+        else:
+            told.set_exception(error)
+
+    told.add_done_callback(lambda future: inner.cancel() if future.cancelled() else None)
+    inner.add_done_callback(tell)
+    return told
+
+
+def whole_piece(index: int, choice: Choice) -> ChoicePiece:
+    """Return a finished choice as one piece."""
+    return ChoicePiece(
+        index=index,
+        token_ids=choice.token_ids,
+        logprobs=choice.logprobs,
+        text=choice.text,
+        spans=choice.spans,
+        finish_reason=choice.finish_reason,
+    )

@@ -6,5 +6,6 @@ ROLLOUT_ENGINES: dict[str, LazyEntry] = {
     "transformers": LazyEntry(
         "paceline.refit.generators.transformers.engine", "TransformersEngine", "hf"
     ),
+    "sglang": LazyEntry("paceline.refit.generators.sglang.engine", "SglangEngine", "hf"),
 }
 """Name -> class that signs RolloutEngine."""

@@ -9,7 +9,7 @@ another way. Only weights that are no version at all stop the engine, until a fu
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.clock import Clock
@@ -27,17 +27,18 @@ from paceline.refit.errors import (
     UncertainStateError,
     VerifyError,
 )
-from paceline.refit.generators.protocol import EngineHealth, GeneratorEngineAdapter
+from paceline.refit.generators.protocol import EngineHealth, GeneratorEngineAdapter, proof_of
 from paceline.refit.model import (
     Event,
     InstalledReport,
+    Pin,
     TensorEntry,
     VersionState,
     WeightVersion,
     WorkerRegistration,
     WorkerRole,
 )
-from paceline.refit.plan import Holding, newest_sequence, plan_install
+from paceline.refit.plan import Holding, InstallPlan, newest_sequence, plan_install
 from paceline.refit.receiver.install import (
     Installed,
     Installer,
@@ -45,6 +46,7 @@ from paceline.refit.receiver.install import (
     Supply,
     require_description,
 )
+from paceline.refit.receiver.pinning import pin_of, plan_pinned
 from paceline.refit.receiver.standing import (
     Observation,
     Refusals,
@@ -52,12 +54,10 @@ from paceline.refit.receiver.standing import (
     backoff_s,
     judge,
 )
+from paceline.refit.receiver.updating import UpdateGate
 from paceline.refit.transports.protocol import ObjectReader
 
 log = logging.getLogger(__name__)
-
-PROVEN = "live-bytes"
-"""How a report's root digest was proven: it was computed from the live parameters."""
 
 REASON_CHARS_MAX = 500
 
@@ -76,6 +76,8 @@ class ReceiverConfig:
     endpoint: str
     """Where the engine's rollout routes are, told to the run; empty for none."""
     poll_interval_s: float = 0.1
+    pin_interval_s: float = 1.0
+    """How often it is asked whether this engine is to serve another version than the newest."""
     registration_ttl_s: int = 15
     bound: StalenessBound = field(default_factory=StalenessBound)
     limits: InstallLimits = field(default_factory=InstallLimits)
@@ -105,6 +107,7 @@ class Receiver:
         self._config = config
         self._control = control
         self._engine = engine
+        self._gate = engine if isinstance(engine, UpdateGate) else None
         self._clock = clock
         self._chance = chance
         self._installer = Installer(
@@ -123,6 +126,10 @@ class Receiver:
         self._last_install = _LastInstall()
         self._figures = {"installs": 0.0, "refusals": 0.0, "fetched_bytes": 0.0}
         self._newest = -1
+        self._pins: Sequence[Pin] = ()
+        self._pins_at = clock.monotonic()
+        self._pin: Pin | None = None
+        self._astray = ""
         self._answered_at = clock.monotonic()
         self._register_at = clock.monotonic()
         self._registered_until = clock.monotonic()
@@ -144,6 +151,11 @@ class Receiver:
     def crash(self) -> str:
         """Why it stopped by itself; empty while it works."""
         return self._crash
+
+    @property
+    def newest(self) -> int:
+        """The highest READY sequence seen, -1 for none."""
+        return self._newest
 
     def register(self) -> None:
         """Tell the control service that this process lives.
@@ -193,6 +205,9 @@ class Receiver:
             newest=self._newest,
             silent_s=self._clock.monotonic() - self._answered_at,
             is_draining=self._is_draining,
+            updating="" if self._gate is None else self._gate.updating,
+            astray=self._astray,
+            is_pinned=self._pin is not None,
             uncertain=self._uncertain,
             crash=self._crash,
         )
@@ -202,6 +217,7 @@ class Receiver:
         """Return counts and last durations, by the names of telemetry.metrics.GAUGES."""
         return {
             **self._figures,
+            **({} if self._gate is None else self._gate.figures()),
             "refit_seconds": self._last_install.refit_s,
             "pause_seconds": self._last_install.pause_s,
         }
@@ -248,22 +264,59 @@ class Receiver:
             for version in versions
             if version.state is VersionState.READY
         }
-        held = self._engine.installed()
-        plan = plan_install(
-            versions,
-            held=None
-            if held is None
-            else Holding(sequence=held.sequence, root_digest=held.root_digest),
-            avoid=self._refusals.current(now_s=now_s),
-            costs=self._installer.costs(),
-        )
+        plan = self._plan(versions, now_s=now_s)
         if not plan.path:
             return False
         log.debug("%s", plan.reason)
         return self._install(plan.path[0]) and len(plan.path) > 1
 
+    def _plan(self, versions: Sequence[WeightVersion], *, now_s: float) -> InstallPlan:
+        """Return the way to the newest version, or to the one that this engine is pinned to."""
+        self._ask_pins(now_s)
+        installed = self._engine.installed()
+        held = (
+            None
+            if installed is None
+            else Holding(sequence=installed.sequence, root_digest=installed.root_digest)
+        )
+        avoid = self._refusals.current(now_s=now_s)
+        costs = self._installer.costs()
+        if self._pin is None:
+            self._astray = ""
+            return plan_install(versions, held=held, avoid=avoid, costs=costs)
+        plan = plan_pinned(versions, self._pin, held=held, avoid=avoid, costs=costs)
+        self._judge_pin(self._pin, versions, held, plan)
+        return plan
+
+    def _ask_pins(self, now_s: float) -> None:
+        if now_s < self._pins_at:
+            return
+        self._pins_at = now_s + self._config.pin_interval_s
+        try:
+            self._pins = self._control.list_pins(self._config.model_name)
+        except ControlError as exc:
+            if type(exc) is not ControlError:
+                raise
+            log.debug("this control service knows no pins: %s", exc)
+        self._pin = pin_of(self._config.worker_id, self._pins)
+
+    def _judge_pin(
+        self,
+        pin: Pin,
+        versions: Sequence[WeightVersion],
+        held: Holding | None,
+        plan: InstallPlan,
+    ) -> None:
+        """Say why this engine must not serve, while something else than its pin is in."""
+        roots = {
+            v.description.root_digest for v in versions if v.uid == pin.version_id and v.description
+        }
+        is_there = held is not None and held.root_digest in roots
+        self._astray = "" if is_there else f"pinned to {pin.version_id}: {plan.reason}"
+
     def _install(self, version: WeightVersion) -> bool:
         """Install one version; False, with the reason told, if it did not go in."""
+        began_s = self._clock.monotonic()
         try:
             installed = self._installer.install(
                 version, base=self._base, between_reads=self._between_reads
@@ -280,6 +333,8 @@ class Receiver:
                 self._check_base_is_live()
             self._refuse(version, exc)
         else:
+            if self._gate is not None:
+                self._gate.note_install(began_s)
             self._accept(version, installed)
             return True
         return False
@@ -382,7 +437,7 @@ class Receiver:
             fetched_bytes=last.fetched_bytes,
             refit_ms=last.refit_s * 1000,
             pause_ms=last.pause_s * 1000,
-            verified="" if installed is None else PROVEN,
+            verified="" if installed is None else proof_of(self._engine),
         )
 
     def _note_outage(self, error: ControlError) -> None:

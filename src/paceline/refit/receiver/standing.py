@@ -29,6 +29,12 @@ class Observation:
     silent_s: float
     """Since the control service last answered."""
     is_draining: bool = False
+    updating: str = ""
+    """Why nothing new is taken until a version is in."""
+    astray: str = ""
+    """Why what is installed is not what this engine is pinned to, while it is not."""
+    is_pinned: bool = False
+    """It serves what it is pinned to, however old that is."""
     uncertain: str = ""
     """Why the live weights are no version, while they are none."""
     crash: str = ""
@@ -46,8 +52,10 @@ def judge(seen: Observation, bound: StalenessBound) -> EngineHealth:
         (seen.is_draining, EngineState.DRAINING, "the engine is shutting down"),
         (seen.uncertain != "", EngineState.FAILED, seen.uncertain),
         (installed is None, EngineState.LOADING, "no version is installed yet"),
+        (seen.updating != "", EngineState.DRAINING, seen.updating),
+        (seen.astray != "", EngineState.STALE, seen.astray),
         (seen.silent_s > bound.silence_s, EngineState.STALE, silence),
-        (limit is not None and behind > limit, EngineState.STALE, lag),
+        (limit is not None and behind > limit and not seen.is_pinned, EngineState.STALE, lag),
     )
     for applies, state, reason in causes:
         if applies:

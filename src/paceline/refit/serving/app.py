@@ -2,14 +2,14 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline.core.clock import Clock
@@ -25,9 +25,16 @@ from paceline.refit.generators.protocol import (
     EngineState,
     Generation,
     RolloutEngine,
+    submit_stream,
 )
 from paceline.refit.serving.request import CompletionRequest, parse_completion_request
-from paceline.refit.serving.response import render_completion, render_error, render_installed
+from paceline.refit.serving.response import (
+    render_completion,
+    render_error,
+    render_installed,
+    staleness_of,
+)
+from paceline.refit.serving.streaming import AbandonedError, PieceQueue, render_event
 from paceline.telemetry.metrics import EngineMetrics
 
 RETRY_AFTER_S = "1"
@@ -48,6 +55,8 @@ class ServingParts:
     """Values of telemetry.metrics.GAUGES beside those of the engine itself."""
     clock: Clock
     new_id: Callable[[], str]
+    newest: Callable[[], int] = lambda: -1
+    """Highest sequence published, -1 while nobody knows; staleness counts from it."""
     body_bytes_max: int = 4 * 2**20
     request_timeout_s: float = 600.0
 
@@ -61,10 +70,6 @@ class ServingParts:
 
 class BodyTooLargeError(PacelineError):
     """A request's body is larger than this server reads."""
-
-
-class AbandonedError(PacelineError):
-    """Whoever asked has gone, or the time for one request is over."""
 
 
 ANSWERS: dict[type[PacelineError], tuple[int, str, str]] = {
@@ -117,6 +122,7 @@ class _Routes:
         body: dict[str, object] = {"state": health.state.value, "reason": health.reason}
         if health.installed is not None:
             body |= render_installed(health.installed)
+            body["staleness"] = max(0, self._parts.newest() - health.installed.sequence)
         return JSONResponse(body, 200 if is_ready else 503)
 
     async def models(self, request: Request) -> Response:
@@ -137,6 +143,7 @@ class _Routes:
             "running_choices": load.running,
             "waiting_prompts": load.waiting,
             "installed_sequence": -1 if health.installed is None else health.installed.sequence,
+            "staleness": self._behind(health),
             **self._parts.figures(),
         }
         return Response(self._metrics.render(gauges), media_type=EngineMetrics.media_type)
@@ -145,37 +152,90 @@ class _Routes:
         """Generate; every outcome becomes a status and is counted once."""
         began = self._parts.clock.monotonic()
         try:
-            response, outcome = await self._complete(request), "ok"
+            wanted = parse_completion_request(await self._read_body(request))
+            self._check_admission(wanted)
+            if wanted.is_stream:
+                return await self._stream(wanted, began)
+            response, outcome = await self._complete(wanted, request), "ok"
         except tuple(ANSWERS) as exc:
-            status, kind, outcome = ANSWERS[type(exc)]
-            field = exc.field if isinstance(exc, BadRequestError) else None
+            status, _, outcome = ANSWERS[type(exc)]
             waits = {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
-            response = JSONResponse(render_error(str(exc), kind=kind, field=field), status, waits)
+            response = JSONResponse(_error_body(exc), status, waits)
         self._metrics.count_request(outcome, seconds=self._parts.clock.monotonic() - began)
         return response
 
-    async def _complete(self, request: Request) -> Response:
-        wanted = parse_completion_request(await self._read_body(request))
+    def _behind(self, health: EngineHealth) -> int:
+        installed = health.installed
+        return 0 if installed is None else max(0, self._parts.newest() - installed.sequence)
+
+    def _check_admission(self, wanted: CompletionRequest) -> None:
+        """Refuse what cannot be answered as wanted by the weights that are in.
+
+        Raises:
+            BadRequestError: another model is meant.
+            EngineNotReadyError: the state forbids it, or the weights are too old.
+        """
         if wanted.model not in (None, self._parts.model_name):
             raise BadRequestError("model", f"must be {self._parts.model_name!r} here")
         health = self._parts.health()
         if health.state is not EngineState.READY:
             raise EngineNotReadyError(f"the engine is {health.state.value}: {health.reason}")
+        behind, limit = self._behind(health), wanted.max_staleness
+        if limit is not None and behind > limit:
+            raise EngineNotReadyError(
+                f"the weights are {behind} versions behind, {limit} are allowed: wait, or ask "
+                "another engine"
+            )
+
+    async def _complete(self, wanted: CompletionRequest, request: Request) -> Response:
         futures = await asyncio.to_thread(self._submit, wanted)
         generations = await self._wait(futures, request)
-        self._metrics.count_tokens(
-            prompt=sum(len(each.prompt_token_ids) for each in generations),
-            generated=sum(len(one.token_ids) for each in generations for one in each.choices),
+        newest = self._parts.newest()
+        self._count(generations, newest=newest)
+        document = render_completion(
+            generations, head=self._head(), token_text=self._token_text(wanted), newest=newest
         )
-        head = {
+        return JSONResponse(document)
+
+    async def _stream(self, wanted: CompletionRequest, began: float) -> Response:
+        """Answer with events; what can be refused is refused before the first one."""
+        queue = PieceQueue(num_choices=wanted.sampling.n)
+        futures = await asyncio.to_thread(self._submit, wanted, queue)
+
+        def count(outcome: str) -> None:
+            done = [f for f in futures if f.done() and not f.cancelled() and not f.exception()]
+            self._count([each.result() for each in done], newest=self._parts.newest())
+            self._metrics.count_request(outcome, seconds=self._parts.clock.monotonic() - began)
+
+        events = queue.events(
+            futures,
+            head=self._head(),
+            token_text=self._token_text(wanted),
+            newest=self._parts.newest,
+            wants_usage=wanted.wants_usage,
+            timeout_s=self._parts.request_timeout_s,
+        )
+        return StreamingResponse(_counted(events, futures, count), media_type="text/event-stream")
+
+    def _head(self) -> dict[str, object]:
+        return {
             "id": f"cmpl-{self._parts.new_id()}",
             "created": int(self._parts.clock.time()),
             "model": self._parts.model_name,
         }
-        token_text = (
-            (lambda one: self._parts.engine.decode([one])) if wanted.wants_logprobs else None
+
+    def _token_text(self, wanted: CompletionRequest) -> Callable[[int], str] | None:
+        engine = self._parts.engine
+        return (lambda one: engine.decode([one])) if wanted.wants_logprobs else None
+
+    def _count(self, generations: Sequence[Generation], *, newest: int) -> None:
+        choices = [one for each in generations for one in each.choices]
+        self._metrics.count_tokens(
+            prompt=sum(len(each.prompt_token_ids) for each in generations),
+            generated=sum(len(one.token_ids) for one in choices),
         )
-        return JSONResponse(render_completion(generations, head=head, token_text=token_text))
+        for one in choices:
+            self._metrics.observe_staleness(staleness_of(one.spans, newest=newest))
 
     async def _read_body(self, request: Request) -> bytes:
         body = bytearray()
@@ -188,14 +248,21 @@ class _Routes:
             raise AbandonedError("the client left while it was sending") from exc
         return bytes(body)
 
-    def _submit(self, wanted: CompletionRequest) -> list["Future[Generation]"]:
+    def _submit(
+        self, wanted: CompletionRequest, queue: PieceQueue | None = None
+    ) -> list["Future[Generation]"]:
         """Queue every prompt, or none."""
         engine = self._parts.engine
         futures: list[Future[Generation]] = []
         try:
             for at, prompt in enumerate(wanted.prompts):
                 token_ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
-                futures.append(engine.submit(token_ids, wanted.sampling.for_prompt(at)))
+                sampling = wanted.sampling.for_prompt(at)
+                futures.append(
+                    engine.submit(token_ids, sampling)
+                    if queue is None
+                    else submit_stream(engine, token_ids, sampling, queue.sink(at))
+                )
         except BaseException:
             _cancel(futures)
             raise
@@ -224,6 +291,33 @@ class _Routes:
             gone.cancel()
             work.cancel()
             _cancel(futures)
+
+
+def _error_body(exc: PacelineError) -> dict[str, object]:
+    _, kind, _ = ANSWERS[type(exc)]
+    return render_error(
+        str(exc), kind=kind, field=exc.field if isinstance(exc, BadRequestError) else None
+    )
+
+
+async def _counted(
+    events: AsyncGenerator[bytes, None],
+    futures: Sequence["Future[Generation]"],
+    count: Callable[[str], None],
+) -> AsyncIterator[bytes]:
+    """Pass events on; how it ends is told in a last one and counted, and places become free."""
+    outcome = "abandoned"
+    try:
+        async for event in events:
+            yield event
+        outcome = "ok"
+    except tuple(ANSWERS) as exc:
+        outcome = ANSWERS[type(exc)][2]
+        yield render_event(_error_body(exc))
+    finally:
+        await events.aclose()
+        _cancel(futures)
+        count(outcome)
 
 
 def _cancel(futures: Sequence["Future[Generation]"]) -> None:

@@ -23,12 +23,16 @@ class CompletionRequest:
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     wants_logprobs: bool
+    is_stream: bool = False
+    """Tokens are sent as they come."""
+    wants_usage: bool = False
+    """A stream ends with the counts of tokens."""
+    max_staleness: int | None = None
+    """How many versions behind the newest the weights may be; None: as the engine is set."""
 
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "echo": (None, False),
-    "stream": (None, False),
-    "stream_options": (None,),
     "best_of": (None, 1),
     "suffix": (None,),
     "presence_penalty": (None, 0),
@@ -55,10 +59,23 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     if logprobs not in (None, 0):
         raise BadRequestError("logprobs", "must be 0 or null: only the chosen tokens' are kept")
     sampling = _sampling(fields)
+    is_stream = _take(fields, "stream", _flag) or False
+    options = _take(fields, "stream_options", _stream_options)
+    if options is not None and not is_stream:
+        raise BadRequestError("stream_options", "means nothing without stream")
+    max_staleness = _take(fields, "max_staleness", _integer)
+    if max_staleness is not None and max_staleness < 0:
+        raise BadRequestError("max_staleness", "must be 0 or more")
     if fields:
         raise BadRequestError(min(fields), "is not a field of this request")
     return CompletionRequest(
-        model=model, prompts=prompts, sampling=sampling, wants_logprobs=logprobs is not None
+        model=model,
+        prompts=prompts,
+        sampling=sampling,
+        wants_logprobs=logprobs is not None,
+        is_stream=is_stream,
+        wants_usage=options or False,
+        max_staleness=max_staleness,
     )
 
 
@@ -144,6 +161,13 @@ def _number(name: str, value: object) -> float:
         return float(value)
     except OverflowError as exc:
         raise BadRequestError(name, "is too large") from exc
+
+
+def _stream_options(name: str, value: object) -> bool:
+    """Return whether usage is wanted: the one option there is."""
+    if not isinstance(value, dict) or value.keys() - {"include_usage"}:
+        raise BadRequestError(name, "may only say include_usage")
+    return _flag("stream_options.include_usage", value.get("include_usage", False))
 
 
 def _flag(name: str, value: object) -> bool:

@@ -21,6 +21,7 @@ from paceline.refit.model import (
     Lease,
     ObjectStorageSource,
     ObjectStorageType,
+    Pin,
     Replica,
     RetentionPolicy,
     Shard,
@@ -418,6 +419,18 @@ def parse_retention(message: own.RetentionPolicy) -> RetentionPolicy:
         keep_last=message.keep_last,
         anchors_every=message.anchors_every,
         anchor_cost=message.anchor_cost,
+    )
+
+
+def to_pin(pin: Pin) -> own.Pin:
+    """Render a pin."""
+    return own.Pin(model_name=pin.model_name, workers=pin.workers, version_id=pin.version_id)
+
+
+def parse_pin(message: own.Pin | own.SetPinRequest) -> Pin:
+    """Read a pin, or what is to become one."""
+    return Pin(
+        model_name=message.model_name, workers=message.workers, version_id=message.version_id
     )
 
 

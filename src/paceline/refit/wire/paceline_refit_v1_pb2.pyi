@@ -437,3 +437,39 @@ class ListTombstonesResponse(_message.Message):
     TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
     tombstones: _containers.RepeatedCompositeFieldContainer[Tombstone]
     def __init__(self, tombstones: _Optional[_Iterable[_Union[Tombstone, _Mapping]]] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("model_name", "workers", "version_id")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    workers: str
+    version_id: str
+    def __init__(self, model_name: _Optional[str] = ..., workers: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
+
+class SetPinRequest(_message.Message):
+    __slots__ = ("model_name", "workers", "version_id")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    workers: str
+    version_id: str
+    def __init__(self, model_name: _Optional[str] = ..., workers: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
+
+class SetPinResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinsRequest(_message.Message):
+    __slots__ = ("model_name",)
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    def __init__(self, model_name: _Optional[str] = ...) -> None: ...
+
+class ListPinsResponse(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...

@@ -18,6 +18,7 @@ from paceline.refit.model import (
     Event,
     InstalledReport,
     Lease,
+    Pin,
     Shard,
     VersionDescription,
     VersionRequest,
@@ -51,6 +52,7 @@ class FakeControlPlane:
         self.leases: dict[tuple[str, str], Lease] = {}
         self.installed: dict[str, InstalledReport] = {}
         self.events: list[Event] = []
+        self.pins: list[Pin] = []
 
     def fail(
         self,
@@ -292,6 +294,23 @@ class FakeControlPlane:
     def list_events(self, *, after: int = 0, limit: int = 1000) -> Sequence[Event]:
         """Return events after an index."""
         return self._call("list_events", lambda: self.events[after : after + limit])
+
+    def set_pin(self, pin: Pin) -> None:
+        """Put a pin, or take it away."""
+
+        def act() -> None:
+            others = [each for each in self.pins if each.workers != pin.workers]
+            if pin.version_id:
+                self._version(pin.version_id)
+            elif len(others) == len(self.pins):
+                raise NotFoundError(f"no pin {pin.workers}")
+            self.pins = [*others, pin] if pin.version_id else others
+
+        self._call("set_pin", act)
+
+    def list_pins(self, model_name: str) -> Sequence[Pin]:
+        """Return the pins."""
+        return self._call("list_pins", lambda: list(self.pins))
 
     def close(self) -> None:
         """Nothing to give back."""

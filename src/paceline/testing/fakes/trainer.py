@@ -46,7 +46,6 @@ class FakeTrainer:
         self._run_id = run_id
         self._aliases = aliases
         self._worker_id = "trainer"
-        self._objects: list[bytes] = []
         self.beat()
 
     def beat(self) -> None:
@@ -106,7 +105,6 @@ class FakeTrainer:
                 total_elements=1,
             ),
         )
-        self._objects.append(data)
         for item in manifest.objects:
             self._server.serve_object(item.object_id, [memoryview(data)])
         rendered = WeightVersionShardManifest(

@@ -9,14 +9,23 @@ which tokens came from which.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from paceline.refit.generators.protocol import Generation, InstalledVersion, Sampling, VersionSpan
+from paceline.refit.generators.protocol import (
+    ChoicePiece,
+    Generation,
+    InstalledVersion,
+    OnPiece,
+    Sampling,
+    VersionSpan,
+)
+from paceline.refit.generators.transformers.cache import new_cache
 from paceline.refit.generators.transformers.sampling import sample_tokens
+from paceline.refit.generators.transformers.text import GrowingText
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,6 +36,7 @@ class Job:
     sampling: Sampling
     streams: Sequence[np.random.Generator]
     future: "Future[Generation]"
+    on_piece: OnPiece | None = None
     rows: "list[Row]" = field(default_factory=list)
 
 
@@ -40,8 +50,10 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str | None = None
-    text: str | None = None
-    """Set when a stop text cut it; otherwise the text of all its tokens."""
+    growing: GrowingText | None = None
+    """Where somebody follows the text or it may be cut; otherwise it is decoded at the end."""
+    num_told: int = 0
+    """Tokens that whoever follows has been told."""
 
     def append(self, token_id: int, logprob: float, installed: InstalledVersion) -> None:
         """Add one token that ``installed`` produced."""
@@ -54,6 +66,23 @@ class Row:
             start = end - 1
         self.spans.append(VersionSpan(installed=installed, start=start, end=end))
 
+    def new_piece(self, index: int) -> ChoicePiece:
+        """Return what has come since the piece before."""
+        start, self.num_told = self.num_told, len(self.token_ids)
+        is_last = self.finish_reason is not None
+        return ChoicePiece(
+            index=index,
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            text="" if self.growing is None else self.growing.take(is_last=is_last),
+            spans=tuple(
+                replace(span, start=max(span.start, start))
+                for span in self.spans
+                if span.end > start
+            ),
+            finish_reason=self.finish_reason,
+        )
+
 
 class RunningBatch:
     """Rows in flight and their cache; used by one thread, outside of any lock but the gate."""
@@ -65,7 +94,7 @@ class RunningBatch:
     def clear(self) -> None:
         """Forget every row and the cache."""
         self.rows: list[Row] = []
-        self._cache = DynamicCache()
+        self._cache = new_cache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
@@ -73,7 +102,7 @@ class RunningBatch:
         width = max(len(job.prompt) for job in jobs)
         ids = torch.tensor([(0,) * (width - len(job.prompt)) + job.prompt for job in jobs])
         mask = torch.tensor([[0] * (width - len(j.prompt)) + [1] * len(j.prompt) for j in jobs])
-        cache = DynamicCache()
+        cache = new_cache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
         for job in jobs:
             job.rows = [Row(job=job, stream=stream) for stream in job.streams]
@@ -107,12 +136,24 @@ class RunningBatch:
         self._trim()
         return gone
 
+    def split(self) -> "list[RunningBatch]":
+        """Return a batch for each row, with a copy of its part of the cache."""
+        parts = []
+        for at, row in enumerate(self.rows):
+            part = RunningBatch(self._model)
+            part.rows, part._mask = [row], self._mask[at : at + 1]
+            for number, layer in enumerate(self._cache.layers):
+                keys, values = layer.keys[at : at + 1], layer.values[at : at + 1]
+                part._cache.update(keys, values, number)
+            parts.append(part)
+        return parts
+
     def _forward(
         self,
         ids: torch.Tensor,
         mask: torch.Tensor,
         positions: torch.Tensor,
-        cache: DynamicCache,
+        cache: Cache,
     ) -> torch.Tensor:
         output = self._model(
             input_ids=ids,
@@ -125,7 +166,7 @@ class RunningBatch:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _join(self, rows: list[Row], cache: DynamicCache, mask: torch.Tensor) -> None:
+    def _join(self, rows: list[Row], cache: Cache, mask: torch.Tensor) -> None:
         if not self.rows:
             self.rows, self._cache, self._mask = rows, cache, mask
             return
@@ -148,6 +189,44 @@ class RunningBatch:
                 layer.values = layer.values[:, :, surplus:]
 
 
+class SoloBatches:
+    """The same, each row in a batch of its own: nobody's numbers depend on who is beside.
+
+    A matrix product of another shape may add up in another order, and a padded attention too.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.clear()
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Every row."""
+        return [row for batch in self._batches for row in batch.rows]
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._batches: list[RunningBatch] = []
+
+    def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
+        """Run each prompt alone; its choices part after the first token."""
+        for job in jobs:
+            batch = RunningBatch(self._model)
+            batch.prefill([job], installed)
+            self._batches += batch.split()
+
+    def step(self, installed: InstalledVersion) -> None:
+        """Add one token to every row."""
+        for batch in self._batches:
+            batch.step(installed)
+
+    def drop(self, is_done: Callable[[Row], bool]) -> list[Row]:
+        """Take out and return the rows that are done."""
+        gone = [row for batch in self._batches for row in batch.drop(is_done)]
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return gone
+
+
 def _append_tokens(rows: Sequence[Row], logits: torch.Tensor, installed: InstalledVersion) -> None:
     tokens, logprobs = sample_tokens(
         logits, [row.job.sampling for row in rows], [row.stream for row in rows]
@@ -156,7 +235,7 @@ def _append_tokens(rows: Sequence[Row], logits: torch.Tensor, installed: Install
         row.append(token_id, logprob, installed)
 
 
-def _select_rows(cache: DynamicCache, indices: torch.Tensor) -> None:
+def _select_rows(cache: Cache, indices: torch.Tensor) -> None:
     for layer in cache.layers:
         layer.keys = layer.keys[indices]
         layer.values = layer.values[indices]

@@ -21,13 +21,15 @@ from paceline.refit.generators.protocol import (
     EngineLoad,
     Generation,
     InstalledVersion,
+    OnPiece,
     Sampling,
 )
-from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch
+from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
 from paceline.refit.generators.transformers.loading import load_model
 from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.text import GrowingText
 from paceline.refit.model import TensorBuffer
 
 
@@ -54,7 +56,8 @@ class TransformersEngine:
         self._loaded = load_model(config)
         self._live = view_live_tensors(self._loaded.model)
         self._gate = PassGate(clock=clock)
-        self._batch = RunningBatch(self._loaded.model)
+        batch_class = SoloBatches if config.reproducible else RunningBatch
+        self._batch: RunningBatch | SoloBatches = batch_class(self._loaded.model)
         self._work = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._is_closed = False
@@ -91,23 +94,13 @@ class TransformersEngine:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Generation]":
         """Queue one prompt, see RolloutEngine."""
-        self._check(prompt, sampling)
-        job = Job(
-            prompt=tuple(prompt),
-            sampling=sampling,
-            streams=make_streams(sampling, fresh_seed=self._new_seed()),
-            future=Future(),
-        )
-        with self._work:
-            if self._is_closed or self._gate.installed is None:
-                raise EngineNotReadyError("the engine serves no version now; try another or wait")
-            if len(self._waiting) >= self._config.max_waiting:
-                self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
-            if len(self._waiting) >= self._config.max_waiting:
-                raise EngineBusyError(f"{len(self._waiting)} prompts are waiting already")
-            self._waiting.append(job)
-            self._work.notify()
-        return job.future
+        return self._queue(prompt, sampling, None)
+
+    def submit_stream(
+        self, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece
+    ) -> "Future[Generation]":
+        """Queue one prompt and tell of its tokens, see SupportsStreaming."""
+        return self._queue(prompt, sampling, on_piece)
 
     def load(self) -> EngineLoad:
         """Return what runs and what waits."""
@@ -119,6 +112,28 @@ class TransformersEngine:
             self._is_closed = True
             self._work.notify()
         self._thread.join(timeout_s)
+
+    def _queue(
+        self, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece | None
+    ) -> "Future[Generation]":
+        self._check(prompt, sampling)
+        job = Job(
+            prompt=tuple(prompt),
+            sampling=sampling,
+            streams=make_streams(sampling, fresh_seed=self._new_seed()),
+            future=Future(),
+            on_piece=on_piece,
+        )
+        with self._work:
+            if self._is_closed or self._gate.installed is None:
+                raise EngineNotReadyError("the engine serves no version now; try another or wait")
+            if len(self._waiting) >= self._config.max_waiting:
+                self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
+            if len(self._waiting) >= self._config.max_waiting:
+                raise EngineBusyError(f"{len(self._waiting)} prompts are waiting already")
+            self._waiting.append(job)
+            self._work.notify()
+        return job.future
 
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         if not prompt:
@@ -177,6 +192,8 @@ class TransformersEngine:
                 self._batch.step(installed)
         for row in self._batch.rows:
             self._judge(row)
+        for job in dict.fromkeys(row.job for row in self._batch.rows if row.job.on_piece):
+            self._tell(job)
         self._settle(self._batch.drop(lambda row: row.finish_reason is not None))
 
     def _judge(self, row: Row) -> None:
@@ -188,11 +205,20 @@ class TransformersEngine:
             row.finish_reason = "stop"
         elif len(row.token_ids) >= sampling.max_tokens:
             row.finish_reason = "length"
-        if sampling.stop:
-            text = self.decode(row.token_ids)
-            cuts = [at for at in map(text.find, sampling.stop) if at >= 0]
-            if cuts:
-                row.finish_reason, row.text = "stop", text[: min(cuts)]
+        if sampling.stop or row.job.on_piece:
+            row.growing = row.growing or GrowingText(self.decode, stops=sampling.stop)
+            if row.growing.add(row.token_ids, is_last=row.finish_reason is not None):
+                row.finish_reason = "stop"
+
+    def _tell(self, job: Job) -> None:
+        """Hand out what is new; whoever cannot take it any more is not served further."""
+        for index, row in enumerate(job.rows):
+            if job.on_piece is None or row.num_told == len(row.token_ids):
+                continue
+            try:
+                job.on_piece(row.new_piece(index))
+            except RuntimeError:  # its event loop has ended
+                job.future.cancel()
 
     def _settle(self, finished: Iterable[Row]) -> None:
         """Answer the requests whose last choice has finished."""
@@ -209,7 +235,7 @@ class TransformersEngine:
         return Choice(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
-            text=self.decode(row.token_ids) if row.text is None else row.text,
+            text=self.decode(row.token_ids) if row.growing is None else row.growing.text,
             finish_reason=row.finish_reason or "length",
             spans=tuple(row.spans),
         )

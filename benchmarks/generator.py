@@ -1,0 +1,306 @@
+"""Served engines: the pause of an update, what the rollout client costs, an engine that is killed.
+
+The pause is that of the transformers engine, 1 GiB of bf16 weights of which 1 % change by one
+step at random places, against copying all weights once; then a model of twice the size with as
+many changed elements. Client and direct calls take turns at one engine. Takes about two minutes
+and 8 GiB.
+"""
+
+import gc
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import torch
+from bars import Bar, at_most, run
+from transformers import Qwen3Config
+
+from paceline.refit.apply import Checks, stage_install, write_install
+from paceline.refit.generators.protocol import (
+    EngineConfig,
+    EngineHealth,
+    EngineState,
+    InstalledVersion,
+    Sampling,
+)
+from paceline.refit.generators.transformers.engine import TransformersEngine
+from paceline.refit.kernels.registry import process_tools
+from paceline.refit.model import InstalledReport, TensorBuffer
+from paceline.refit.rollouts import Fleet, RolloutClient, RolloutConfig
+from paceline.refit.rollouts.wire import render_request
+from paceline.refit.serving.app import ServingParts, build_app
+from paceline.refit.serving.server import EngineServer
+from paceline.system import chance, system_async_clock, system_clock
+from paceline.testing.payloads import delta_payload, tensor_entry
+from paceline.testing.tiny_model import tiny_model, tiny_tokenizer, write_tiny_qwen3, write_weights
+
+LAYERS = 37
+"""Of 14.2 million parameters each, with the embedding 1 GiB of bf16."""
+CHANGED = 0.01
+TURNS = 6
+CALLS = 300
+PROMPTS = 400
+KILL_AFTER = 60
+TOKEN = "token-of-a-benchmark"  # noqa: S105
+LABEL = InstalledVersion(version_id="v1", sequence=1, root_digest="aa")
+SAMPLING = Sampling(max_tokens=4, seed=1, ignore_eos=True)
+
+
+def build_engine(folder: Path, *, layers: int) -> TransformersEngine:
+    """Return an engine whose weights are about a GiB for LAYERS layers."""
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return TransformersEngine(
+        EngineConfig(model_dir=folder), clock=system_clock(), new_seed=lambda: 0
+    )
+
+
+def changed_state(live: Mapping[str, TensorBuffer], count: int) -> dict[str, TensorBuffer]:
+    """Return a copy in which ``count`` elements at random places are one step away."""
+    rng = np.random.default_rng(0)
+    total = sum(len(buffer.data) // 2 for buffer in live.values())
+    state = {}
+    for name, buffer in live.items():
+        words = np.frombuffer(buffer.data, np.uint16).copy()
+        places = rng.integers(0, len(words), max(1, round(count * len(words) / total)))
+        words[np.unique(places)] ^= 1
+        state[name] = TensorBuffer(
+            name=name, dtype=buffer.dtype, shape=buffer.shape, data=words.data.cast("B")
+        )
+    return state
+
+
+def pause_of(engine: TransformersEngine, count: int) -> float:
+    """Return the shortest pause of an update of ``count`` elements, back and forth."""
+    live = engine.live_tensors()
+    old = {
+        name: TensorBuffer(
+            name=name, dtype=each.dtype, shape=each.shape, data=memoryview(bytes(each.data))
+        )
+        for name, each in live.items()
+    }
+    new = changed_state(live, count)
+    aliases = tuple(engine.tensor_aliases().items())
+    tools, pauses = process_tools(), []
+    ways = [
+        (old, new, delta_payload(old, new, aliases=aliases)),
+        (new, old, delta_payload(new, old, aliases=aliases)),
+    ]
+    for turn in range(TURNS):
+        base, _, (manifest, data) = ways[turn % 2]
+        staged = stage_install(
+            manifest,
+            {manifest.objects[0].object_id: memoryview(data)},
+            live=live,
+            aliases=engine.tensor_aliases(),
+            base={name: tensor_entry(buffer) for name, buffer in base.items()},
+            checks=Checks(whole=True, tools=tools),
+        )
+        pauses.append(
+            engine.at_safe_point(
+                lambda staged=staged: write_install(staged, tools=tools),
+                installed=LABEL,
+                timeout_s=60,
+            )
+        )
+    return min(pauses)
+
+
+def copy_of(engine: TransformersEngine) -> float:
+    """Return the shortest time to copy all live weights once into memory that is there."""
+    live = [np.frombuffer(buffer.data, np.uint8) for buffer in engine.live_tensors().values()]
+    target = [np.zeros_like(each) for each in live]
+    times = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        for into, each in zip(target, live, strict=True):
+            into[:] = each
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def measure_pauses() -> list[Bar]:
+    """Measure at one size and at twice that, with as many changed elements."""
+    found = []
+    count = 0
+    for layers in (LAYERS, 2 * LAYERS):
+        with tempfile.TemporaryDirectory() as folder:
+            engine = build_engine(Path(folder), layers=layers)
+            size = sum(len(buffer.data) for buffer in engine.live_tensors().values())
+            count = count or round(size / 2 * CHANGED)
+            pause, copy = pause_of(engine, count), copy_of(engine)
+            print(
+                f"{size / 2**30:.2f} GiB: pause {pause:.4f} s, copy {copy:.4f} s", file=sys.stderr
+            )
+            found.append((pause, copy))
+            engine.close(timeout_s=10)
+            del engine
+            gc.collect()
+    (small, copy), (large, _) = found
+    return [
+        at_most("pause / full copy, 1 GiB bf16, 1 % changed", small / copy, 0.15),
+        at_most("pause, model twice as large / pause, as many changes", large / small, 1.3),
+    ]
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Serve a tiny model in this process; yields where."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as parts:
+        model_dir = write_tiny_qwen3(Path(folder))
+        engine = TransformersEngine(
+            EngineConfig(model_dir=model_dir), clock=system_clock(), new_seed=lambda: 0
+        )
+        parts.callback(engine.close, timeout_s=10)
+        model = tiny_model(model_dir, seed=1)
+        engine.at_safe_point(
+            lambda: write_weights(engine.live_tensors(), model), installed=LABEL, timeout_s=5
+        )
+        server = EngineServer(host="127.0.0.1", port=0, clock=system_clock())
+        app = build_app(
+            ServingParts(
+                engine=engine,
+                model_name="m",
+                token=TOKEN,
+                health=lambda: EngineHealth(state=EngineState.READY, installed=LABEL),
+                figures=dict,
+                newest=lambda: 1,
+                clock=system_clock(),
+                new_id=lambda: "x",
+            )
+        )
+        server.start(app, grace_s=1)
+        parts.callback(server.close, timeout_s=20)
+        yield server.endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """An engine in a process of its own."""
+
+    endpoint: str
+    popen: "subprocess.Popen[str]"
+
+
+def spawn() -> Process:
+    """Start one and wait until it answers."""
+    command = [sys.executable, __file__, "--serve"]
+    popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert popen.stdout is not None
+    return Process(endpoint=json.loads(popen.stdout.readline())["endpoint"], popen=popen)
+
+
+def client_of(*endpoints: str) -> RolloutClient:
+    """Return a client of engines at these addresses."""
+    reports = tuple(
+        InstalledReport(
+            worker_id=f"engine-{at}",
+            model_name="m",
+            endpoint=endpoint,
+            version_id=LABEL.version_id,
+            sequence=LABEL.sequence,
+            root_digest=LABEL.root_digest,
+            state="ready",
+            installed_at_unix_ms=0,
+            fetched_bytes=0,
+            refit_ms=0,
+            pause_ms=0,
+        )
+        for at, endpoint in enumerate(endpoints)
+    )
+    return RolloutClient(
+        RolloutConfig(max_staleness=0, token=TOKEN, model_name="m"),
+        fleet=lambda: Fleet(reports=reports, newest=1),
+        clock=system_async_clock(),
+        chance=chance,
+    )
+
+
+def measure_client() -> Bar:
+    """Let the client and a direct call take turns at an engine in another process."""
+    process = spawn()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    direct, through = list[float](), list[float]()
+    try:
+        with (
+            client_of(process.endpoint) as rollouts,
+            httpx.Client(base_url=process.endpoint, headers=headers, trust_env=False) as http,
+        ):
+            for at in range(CALLS):
+                prompt = [10 + at % 20, 11]
+                began = time.perf_counter()
+                body = render_request(prompt, SAMPLING, model_name="m")
+                http.post("/v1/completions", json=body).raise_for_status()
+                direct.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                rollouts.complete([prompt], SAMPLING)
+                through.append(time.perf_counter() - began)
+    finally:
+        stop(process)
+    added_ms = (statistics.median(through) - statistics.median(direct)) * 1000
+    return at_most("rollout client over a direct call, p50, ms", added_ms, 3)
+
+
+def measure_kill() -> Bar:
+    """SIGKILL one of two engines under load; count prompts without an answer."""
+    processes = [spawn(), spawn()]
+    answers: list[int] = []
+    sampling = Sampling(max_tokens=30, seed=1, ignore_eos=True)
+    try:
+        with client_of(*(each.endpoint for each in processes)) as rollouts:
+            prompts = [[10 + at % 20, 12] for at in range(PROMPTS)]
+            for at, choices in rollouts.complete_each(prompts, sampling):
+                answers.append(at)
+                assert len(choices[0].token_ids) == sampling.max_tokens
+                if len(answers) == KILL_AFTER:
+                    processes[0].popen.send_signal(signal.SIGKILL)
+    finally:
+        for process in processes:
+            stop(process)
+    return at_most("requests lost, an engine killed under load", PROMPTS - len(set(answers)), 0)
+
+
+def stop(process: Process) -> None:
+    """End a process that may have ended."""
+    process.popen.kill()
+    process.popen.wait(timeout=60)
+
+
+def measure() -> Sequence[Bar]:
+    """Hold everything against its limit."""
+    return [measure_client(), measure_kill(), *measure_pauses()]
+
+
+def serve() -> None:
+    """Be one of the engines, until whoever started us is gone."""
+    torch.set_num_threads(1)
+    with served() as endpoint:
+        print(json.dumps({"endpoint": endpoint}), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        run(measure, __doc__)
