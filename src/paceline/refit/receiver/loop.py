@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.core.retry import RetryPolicy
-from paceline.refit.apply import prove_live
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
     ControlError,
@@ -38,7 +37,13 @@ from paceline.refit.model import (
     WorkerRole,
 )
 from paceline.refit.plan import Holding, newest_sequence, plan_install
-from paceline.refit.receiver.install import Installed, Installer, InstallLimits, require_description
+from paceline.refit.receiver.install import (
+    Installed,
+    Installer,
+    InstallLimits,
+    Installs,
+    require_description,
+)
 from paceline.refit.receiver.standing import (
     Observation,
     Refusals,
@@ -84,7 +89,7 @@ class _StopError(Exception):
 class Receiver:
     """Follows one run for one engine. ``step`` is its whole work; ``start`` runs it in a thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of its own, made where receivers are made
         self,
         config: ReceiverConfig,
         *,
@@ -93,14 +98,18 @@ class Receiver:
         reader: ObjectReader,
         clock: Clock,
         chance: Callable[[], float],
+        installer: Installs | None = None,
     ) -> None:
-        """Take the parts; does nothing yet. ``chance`` places delays inside their jitter."""
+        """Take the parts; does nothing yet. ``chance`` places delays inside their jitter.
+
+        ``installer`` is for engines whose weights are in other processes; by default they are here.
+        """
         self._config = config
         self._control = control
         self._engine = engine
         self._clock = clock
         self._chance = chance
-        self._installer = Installer(
+        self._installer = installer or Installer(
             worker_id=config.worker_id,
             control=control,
             engine=engine,
@@ -318,7 +327,7 @@ class Receiver:
         if self._base is None:
             return
         try:
-            prove_live(self._engine.live_tensors(), self._base.values())
+            self._installer.check_live(self._base)
         except VerifyError as exc:
             self._disown_weights(f"live weights changed by themselves: {exc}")
 

@@ -1,0 +1,139 @@
+"""The backend inside a worker of vLLM, bound to what opens a worker's way to its run."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paceline import system
+from paceline.core.registry import load_entry
+from paceline.refit.apply import Checks
+from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.errors import ControlUnavailableError
+from paceline.refit.generators.link import Bind, LinkConfig, Staged
+from paceline.refit.generators.registry import VLLM_PARTS
+from paceline.refit.kernels.registry import process_tools
+from paceline.refit.model import TensorEntry, WorkerRegistration, WorkerRole
+from paceline.refit.receiver.fetch import Fetcher
+from paceline.refit.receiver.install import InstallLimits, label_of, stage_version
+from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.transports.protocol import ObjectReader
+from paceline.refit.transports.registry import OBJECT_READERS
+
+REGISTRATION_TTL_S = 60
+"""Of a worker, which leases only: what is served is reported by whoever drives the engine."""
+
+
+def open_link(config: LinkConfig) -> "RunLink":
+    """Connect a worker to its run.
+
+    Raises:
+        PreflightError: no credentials.
+        ControlError: the service does not know the token, or does not answer.
+    """
+    credentials = load_credentials(Path(config.credentials) if config.credentials else None)
+    clock = system.system_clock()
+    with ExitStack() as parts:
+        control = connect_control(
+            config.control,
+            token=credentials.control_token,
+            allow_plaintext=config.allow_plaintext,
+        )
+        parts.callback(control.close)
+        reader_class: Any = load_entry(OBJECT_READERS, config.transport, port="transport")
+        reader = reader_class(
+            token=lambda: credentials.data_token, clock=clock, chance=system.chance
+        )
+        parts.callback(reader.close)
+        link = RunLink(config, control=control, reader=reader, parts=parts.pop_all())
+    link.register()
+    return link
+
+
+class RunLink:
+    """Signs Link."""
+
+    def __init__(
+        self,
+        config: LinkConfig,
+        *,
+        control: ControlPlane,
+        reader: ObjectReader,
+        parts: ExitStack,
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._reader = reader
+        self._parts = parts
+        self._clock = system.system_clock()
+        self._limits = InstallLimits()
+        self._register_at = self._clock.monotonic()
+
+    def register(self) -> None:
+        """Tell the control service that this worker lives. Raises ControlError."""
+        self._control.register_worker(
+            WorkerRegistration(
+                worker_id=self._config.worker_id,
+                role=WorkerRole.GENERATOR,
+                model_name=self._config.model_name,
+            ),
+            ttl_seconds=REGISTRATION_TTL_S,
+        )
+        self._register_at = self._clock.monotonic() + REGISTRATION_TTL_S / 3
+
+    def stage(
+        self,
+        uid: str,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        bind: Bind,
+        between_reads: Callable[[], None],
+    ) -> Staged:
+        """Fetch and prove a version, see Link."""
+        self.register()
+        version = self._control.get_version(uid)
+        with hold_lease(
+            self._control,
+            version_id=uid,
+            worker_id=self._config.worker_id,
+            ttl_s=self._limits.lease_ttl_s,
+            clock=self._clock,
+        ) as lease:
+
+            def keep_alive() -> None:
+                between_reads()
+                lease.renew_if_due()
+                self._register_if_due()
+
+            staged, fetched_bytes = stage_version(
+                version,
+                control=self._control,
+                fetcher=Fetcher(
+                    self._reader,
+                    read_timeout_s=self._limits.read_timeout_s,
+                    between_reads=keep_alive,
+                ),
+                bind=bind,
+                base=base,
+                checks=Checks(whole=True, tools=process_tools()),
+            )
+        return Staged(version=label_of(version), install=staged, fetched_bytes=fetched_bytes)
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        self._parts.close()
+
+    def _register_if_due(self) -> None:
+        if self._clock.monotonic() >= self._register_at:
+            try:
+                self.register()
+            except ControlUnavailableError:
+                self._register_at = self._clock.monotonic() + 1.0
+
+
+Backend = type(
+    "Backend",
+    (load_entry(VLLM_PARTS, "worker", port="part for vLLM"),),
+    {"connect": staticmethod(open_link)},
+)

@@ -1,0 +1,129 @@
+"""An engine whose weights are in worker processes: what a worker needs, and how it is driven."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from paceline.refit.apply import StagedInstall
+from paceline.refit.generators.protocol import InstalledVersion
+from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.model import TensorBuffer, TensorEntry
+
+Bind = Callable[[Manifest], tuple[Mapping[str, TensorBuffer], Mapping[str, str]]]
+"""Returns live tensors and aliases for a version that is about to be staged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """How a worker reaches its run; its fields are the ``init_info`` of the backend."""
+
+    control: str
+    """Address of the control service, ``host:port``."""
+    model_name: str
+    run_id: str
+    worker_id: str
+    """Of the engine; each worker appends its rank."""
+    credentials: str = ""
+    """A file; empty: where PACELINE_CREDENTIALS points."""
+    transport: str = "http"
+    allow_plaintext: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staged:
+    """A version that is proven and in memory; the engine still serves the one before."""
+
+    version: InstalledVersion
+    install: StagedInstall
+    fetched_bytes: int
+
+
+class Link(Protocol):
+    """One worker's way to its run, for the time between init and shutdown."""
+
+    def stage(
+        self,
+        uid: str,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        bind: Bind,
+        between_reads: Callable[[], None],
+    ) -> Staged:
+        """Fetch and prove a version under a lease; nothing live is touched.
+
+        Raises:
+            RefitError: it cannot be had, or is not what it says.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        ...
+
+
+class EngineDriver(Protocol):
+    """The calls that lead all workers of one engine through an update, in this order.
+
+    Whoever drives is never inside a worker, so every call can fail on its way.
+    """
+
+    def init(self, config: LinkConfig) -> None:
+        """Let every worker connect to the run."""
+        ...
+
+    def stage(self, version_id: str) -> None:
+        """Let every worker begin to fetch a version; returns at once."""
+        ...
+
+    def status(self) -> Sequence["WorkerStatus"]:
+        """Return what every worker says."""
+        ...
+
+    def pause(self) -> None:
+        """Return when no forward pass runs and none will; forget cached prefixes."""
+        ...
+
+    def apply(self, version_id: str) -> None:
+        """Let every worker write the version; raises what the first of them raised."""
+        ...
+
+    def finish(self, version_id: str) -> None:
+        """Settle the update in every worker, and label tokens with the version from now on."""
+        ...
+
+    def undo(self) -> None:
+        """Let every worker that has the version take it back."""
+        ...
+
+    def resume(self) -> None:
+        """Go on with forward passes."""
+        ...
+
+    def prove(self) -> Sequence[str]:
+        """Return the root digest that every worker finds by hashing all that it has."""
+        ...
+
+
+Connect = Callable[[LinkConfig], Link]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What one worker says; crosses process borders as plain data."""
+
+    installed: dict[str, Any] | None = None
+    """Fields of InstalledVersion."""
+    staging: str = ""
+    """The version that is being fetched."""
+    staged: str = ""
+    """The version that can be applied."""
+    fetched_bytes: int = 0
+    """Of the staged version."""
+    error: str = ""
+    """Why staging ended without a version."""
+    error_kind: str = ""
+    """Name of the error's class."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
