@@ -16,9 +16,7 @@ CHARACTERS = "0123456789+-=*/()., abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ("<pad>", "<end>", "<unk>")
 
 
-def write_tiny_qwen3(
-    directory: Path, *, tie_word_embeddings: bool = True, **sizes: int
-) -> Path:
+def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True, **sizes: int) -> Path:
     """Write ``config.json`` and a tokenizer of single characters, no weights; returns the place.
 
     Args:

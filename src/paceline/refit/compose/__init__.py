@@ -13,7 +13,13 @@ from paceline.refit.compose.control import (
     start_manifest_server,
     verify_version,
 )
-from paceline.refit.compose.engine import EngineService, EngineServiceConfig, start_engine
+from paceline.refit.compose.engine import (
+    EngineService,
+    EngineServiceConfig,
+    RunningEngine,
+    start_any_engine,
+    start_engine,
+)
 from paceline.refit.compose.trainer import (
     RunSettings,
     TrainerConnection,
@@ -28,6 +34,7 @@ __all__ = [
     "EngineService",
     "EngineServiceConfig",
     "RunSettings",
+    "RunningEngine",
     "TrainerConnection",
     "connect_control",
     "connect_rollouts",
@@ -38,6 +45,7 @@ __all__ = [
     "new_control_certificates",
     "open_store",
     "run_settings",
+    "start_any_engine",
     "start_control_server",
     "start_engine",
     "start_manifest_server",

@@ -1,4 +1,4 @@
-"""What vLLM finds under ``vllm.general_plugins``: loaded in each of its processes, so it is light."""
+"""What vLLM finds under ``vllm.general_plugins``: light, for each of its processes loads it."""
 
 from typing import Any
 

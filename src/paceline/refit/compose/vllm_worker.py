@@ -11,8 +11,8 @@ from paceline.refit.apply import Checks
 from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
-from paceline.refit.generators.link import Bind, LinkConfig, Staged
 from paceline.refit.generators.registry import VLLM_PARTS
+from paceline.refit.generators.workers import Bind, LinkConfig, Staged
 from paceline.refit.kernels.registry import process_tools
 from paceline.refit.model import TensorEntry, WorkerRegistration, WorkerRole
 from paceline.refit.receiver.fetch import Fetcher
@@ -132,8 +132,5 @@ class RunLink:
                 self._register_at = self._clock.monotonic() + 1.0
 
 
-Backend = type(
-    "Backend",
-    (load_entry(VLLM_PARTS, "worker", port="part for vLLM"),),
-    {"connect": staticmethod(open_link)},
-)
+_engine_class: Any = load_entry(VLLM_PARTS, "worker", port="part for vLLM")
+Backend: Any = type("Backend", (_engine_class,), {"connect": staticmethod(open_link)})

@@ -1,43 +1,39 @@
 """Installing one version into all workers of an engine, which are other processes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import RefitError, UncertainStateError, VerifyError
-from paceline.refit.generators.link import EngineDriver, WorkerStatus
 from paceline.refit.generators.protocol import InstalledVersion
+from paceline.refit.generators.workers import EngineDriver, WorkersEngine, WorkerStatus
 from paceline.refit.model import TensorEntry, WeightVersion
 from paceline.refit.receiver.install import Installed, label_of
 
+MIRRORED = "mirror-bytes"
+"""How a root digest is proven here: it was computed from what every worker's live parameters were
+written from; those that the engine leaves as written are read back, those that it packs cannot."""
+
 LOOK_S = 0.02
 """How often the workers are asked whether they have staged."""
-
-
-@dataclass(eq=False)
-class WorkersLabel:
-    """What the workers serve, as far as whoever drives them knows; None: nothing certain."""
-
-    installed: InstalledVersion | None = None
 
 
 class WorkersInstaller:
     """Signs Installs: stage everywhere, pause, write everywhere, go on."""
 
     def __init__(
-        self, driver: EngineDriver, *, label: WorkersLabel, clock: Clock, stage_timeout_s: float
+        self, driver: EngineDriver, *, engine: WorkersEngine, clock: Clock, stage_timeout_s: float
     ) -> None:
         """Take the driver of the engine.
 
         Args:
             driver: leads the workers.
-            label: is kept up to date, before the first pass on new weights can start.
+            engine: is labelled before the first pass on new weights can start.
             clock: measures the pause.
             stage_timeout_s: for all workers to have fetched and proven a version.
         """
         self._driver = driver
-        self._label = label
+        self._engine = engine
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
 
@@ -45,7 +41,7 @@ class WorkersInstaller:
         self,
         version: WeightVersion,
         *,
-        base: Mapping[str, TensorEntry] | None,  # noqa: ARG002 - every worker knows its own
+        base: Mapping[str, TensorEntry] | None,
         between_reads: Callable[[], None],
     ) -> Installed:
         """Install ``version`` in every worker, or leave every worker as it was.
@@ -62,10 +58,11 @@ class WorkersInstaller:
         try:
             self._apply(label)
         except UncertainStateError:
-            self._label.installed = None
+            self._engine.label(None)
             raise
         except BaseException:
-            self._driver.resume()
+            if self._engine.installed() is not None:
+                self._driver.resume()
             raise
         self._driver.resume()
         return Installed(
@@ -75,9 +72,9 @@ class WorkersInstaller:
             pause_s=self._clock.monotonic() - began,
         )
 
-    def check_live(self, entries: Mapping[str, TensorEntry]) -> None:  # noqa: ARG002 - theirs
+    def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
         """Let every worker hash what it has. Raises VerifyError if that is not the label."""
-        wanted = self._label.installed
+        wanted = self._engine.installed()
         found = set(self._driver.prove())
         if wanted is None or found != {wanted.root_digest}:
             raise VerifyError(f"the workers have {', '.join(sorted(found))}")
@@ -112,7 +109,7 @@ class WorkersInstaller:
         roots = {(status.installed or {}).get("root_digest") for status in self._driver.status()}
         if roots != {label.root_digest}:
             raise UncertainStateError(f"the workers do not all have {label.root_digest}: {roots}")
-        self._label.installed = label
+        self._engine.label(label)
         self._driver.finish(label.version_id)
 
     def _take_back(self, cause: PacelineError) -> None:
@@ -122,7 +119,8 @@ class WorkersInstaller:
             held = {(status.installed or {}).get("version_id") for status in self._driver.status()}
         except PacelineError as exc:
             raise UncertainStateError(f"{cause}; and taking it back failed: {exc}") from exc
-        wanted = None if self._label.installed is None else self._label.installed.version_id
+        label = self._engine.installed()
+        wanted = None if label is None else label.version_id
         if held != {wanted}:
             raise UncertainStateError(f"{cause}; the workers now have {held}, not {wanted}")
 

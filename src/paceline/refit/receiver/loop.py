@@ -78,6 +78,8 @@ class ReceiverConfig:
     registration_ttl_s: int = 15
     bound: StalenessBound = field(default_factory=StalenessBound)
     limits: InstallLimits = field(default_factory=InstallLimits)
+    proof: str = PROVEN
+    """How a report's root digest is proven."""
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(delay_s_max=5.0))
     """Delays after a refused version or a silent service; tried for ever, so no attempts."""
 
@@ -381,7 +383,7 @@ class Receiver:
             fetched_bytes=last.fetched_bytes,
             refit_ms=last.refit_s * 1000,
             pause_ms=last.pause_s * 1000,
-            verified="" if installed is None else PROVEN,
+            verified="" if installed is None else self._config.proof,
         )
 
     def _note_outage(self, error: ControlError) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import ApplyError, RefitError, UncertainStateError
-from paceline.refit.generators.link import LinkConfig, WorkerStatus
+from paceline.refit.generators.workers import LinkConfig, WorkerStatus
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The checkpoint in this process's memory: what deltas apply to, and what a failure is undone from."""
+"""The checkpoint in this process's memory: deltas apply to it, failures are undone from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,4 +87,3 @@ class MemoryJournal:
         changed: dict[str, Positions | None] = dict.fromkeys(sorted(whole))
         changed |= {name: np.concatenate(some) for name, some in found.items() if name not in whole}
         return changed
-

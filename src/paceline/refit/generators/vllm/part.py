@@ -23,6 +23,8 @@ from paceline.refit.staging.torch_bytes import WORD_DTYPES, byte_view
 
 log = logging.getLogger(__name__)
 
+_NAMES_SHOWN = 5
+
 
 class ModelPart:
     """A model whose parameters follow a checkpoint.
@@ -198,8 +200,9 @@ def _num_needed(skeleton: Any, name: str, parameter: torch.Tensor) -> int:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -216,8 +219,10 @@ def _boxes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the piece in the parameter and in the checkpoint, as views."""
     source, target = piece.source, piece.target
-    there = tensor.detach().view(-1).as_strided(
-        target.sizes, target.strides, tensor.storage_offset() + target.offset
+    there = (
+        tensor.detach()
+        .view(-1)
+        .as_strided(target.sizes, target.strides, tensor.storage_offset() + target.offset)
     )
     flat = as_tensor(buffer).view(-1)
     return there, flat.as_strided(source.sizes, source.strides, source.offset)
@@ -253,9 +258,7 @@ def _is_there(tensor: torch.Tensor, piece: Piece, buffer: TensorBuffer) -> bool:
     return torch.equal(_bits(found.contiguous()), _bits(here.to(found.dtype).contiguous()))
 
 
-def _whole_view(
-    tensor: torch.Tensor, piece: Piece, buffer: TensorBuffer
-) -> TensorBuffer | None:
+def _whole_view(tensor: torch.Tensor, piece: Piece, buffer: TensorBuffer) -> TensorBuffer | None:
     """Return the live bytes of a checkpoint tensor, if they lie together in host memory."""
     source, target = piece.source, piece.target
     elements = len(words_of(buffer))

@@ -45,7 +45,7 @@ def record_loading(skeleton: Any, entries: Iterable[TensorEntry]) -> Recording:
     tensors: list[tuple[str, torch.Tensor]] = []
     for entry in entries:
         tensor = torch.empty(entry.shape, dtype=WORD_DTYPES[entry.dtype], device="meta")
-        watcher.sources[tensor.untyped_storage()._cdata] = entry.name
+        watcher.sources[_storage_of(tensor)] = entry.name
         tensors.append((entry.name, tensor))
     try:
         with torch.no_grad(), watcher:
@@ -66,12 +66,12 @@ def _storages(parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
     """Map a storage to the name of its parameter; the first of those that share one."""
     owners: dict[int, str] = {}
     for name, parameter in parameters.items():
-        owners.setdefault(parameter.untyped_storage()._cdata, name)
+        owners.setdefault(_storage_of(parameter), name)
     return owners
 
 
 @dataclass(eq=False)
-class _CopyWatcher(TorchDispatchMode):
+class _CopyWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd; only copies into parameters matter."""
 
     owners: dict[int, str]
@@ -82,7 +82,7 @@ class _CopyWatcher(TorchDispatchMode):
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -95,15 +95,15 @@ class _CopyWatcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        name = self.sources.get(tensor.untyped_storage()._cdata)
+        name = self.sources.get(_storage_of(tensor))
         return () if name is None else (name,)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        parameter = self.owners.get(target.untyped_storage()._cdata)
+        parameter = self.owners.get(_storage_of(target))
         if parameter is None:
             return
         self.dtypes[parameter] = target.dtype
-        name = self.sources.get(source.untyped_storage()._cdata)
+        name = self.sources.get(_storage_of(source))
         piece = Piece(parameter=parameter, source=_box(source), target=_box(target))
         whole = source.shape == target.shape and is_unambiguous(piece.source)
         if name is None or not whole or not is_unambiguous(piece.target):
@@ -112,5 +112,11 @@ class _CopyWatcher(TorchDispatchMode):
             self.pieces.setdefault(name, []).append(piece)
 
 
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return what tensors of one storage have in common; on meta there is no address."""
+    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name for it
+    return key
+
+
 def _box(view: torch.Tensor) -> Box:
-    return Box(offset=view.storage_offset(), sizes=tuple(view.shape), strides=view.stride())
+    return Box(offset=int(view.storage_offset()), sizes=tuple(view.shape), strides=view.stride())

@@ -44,22 +44,25 @@ def find_homes(model: Any, skeleton: Any, recording: Recording) -> Mapping[str, 
     modules = {_plain_name(name): module for name, module in model.named_modules()}
     holders: dict[int, list[Any]] = {}
     for module in modules.values():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(module)
+        for _, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
     homes = {}
     for name, wanted in skeleton.named_parameters():
         owner, _, leaf = name.rpartition(".")
         module = modules[owner]
-        live = module._parameters.get(leaf)
+        live = getattr(module, leaf, None)
         held_by = tuple(holders.get(id(live), [module]))
-        is_same = live is not None and (live.shape, live.dtype) == (wanted.shape, wanted.dtype)
+        is_same = live is not None and _layout(live) == _layout(wanted)
         if not is_same or name in recording.indirect:
             way = Way.RELOAD
         else:
             way = max(map(_way_of, held_by), key=_GRAVITY.index)
         homes[name] = Home(way=way, tensor=live, modules=held_by)
     return homes
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.is_contiguous()
 
 
 _GRAVITY = list(Way)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from paceline.refit.apply import StagedInstall, prove_live, write_install
 from paceline.refit.delta.codec import Tools
+from paceline.refit.digest import root_digest
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
 from paceline.refit.generators.vllm.mirror import Changes, MemoryJournal, allocate, changes_of
 from paceline.refit.generators.vllm.part import ModelPart
@@ -57,8 +58,8 @@ class WorkerWeights:
         self._aliases = dict(manifest.aliases)
         return self._buffers, self._aliases
 
-    def apply(self, staged: StagedInstall) -> None:
-        """Make a staged version live, or leave what was.
+    def apply(self, staged: StagedInstall, *, root: str) -> None:
+        """Make a staged version live, whose root digest is ``root``, or leave what was.
 
         Raises:
             ApplyError: it failed and was undone.
@@ -77,6 +78,9 @@ class WorkerWeights:
                 self.undo()
                 raise ApplyError(f"the engine did not take the version, undone: {exc}") from exc
         self._entries = entries
+        if root_digest(staged.entries) != root:
+            self.disown()
+            raise UncertainStateError(f"what is live is not {root}; install a full version")
 
     def undo(self) -> bool:
         """Take the last ``apply`` back, if it has not been settled; False if there is none.
@@ -104,8 +108,8 @@ class WorkerWeights:
         """Treat what is live as unknown: only a full version goes in next."""
         self._entries = None
 
-    def prove(self, *, whole: bool) -> str:
-        """Read the mirror back and return the root digest of what is live.
+    def prove(self) -> str:
+        """Hash the mirror and return the root digest of what is live.
 
         Raises:
             VerifyError: it is not what it should be.
@@ -113,7 +117,7 @@ class WorkerWeights:
         entries = self._entries
         if entries is None:
             raise VerifyError("nothing is installed")
-        return prove_live(self._buffers, entries.values(), only=None if whole else ())
+        return prove_live(self._buffers, entries.values())
 
     def _load_first(self, staged: StagedInstall) -> None:
         """Load by the engine's own means, and find out which parameters can be written directly."""

@@ -17,11 +17,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from paceline.core.errors import DeadlineExceededError, PacelineError
-from paceline.refit.errors import RefitError, UncertainStateError, VerifyError
+from paceline.refit.errors import RefitError, UncertainStateError
 from paceline.refit.generators.protocol import InstalledVersion
-from paceline.refit.generators.link import Connect, Link, LinkConfig, Staged, WorkerStatus
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.generators.vllm.weights import DRAFT, WorkerWeights
+from paceline.refit.generators.workers import Connect, Link, LinkConfig, Staged, WorkerStatus
 from paceline.refit.kernels.registry import process_tools
 
 log = logging.getLogger(__name__)
@@ -124,12 +124,11 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
 
     def prove(self) -> str:
         """Hash everything and return the root digest; raises VerifyError."""
-        return self._weights.prove(whole=True)
+        return self._weights.prove()
 
     def start_weight_update(self) -> None:
         """Nothing has to be prepared: until ``update_weights`` the live weights are untouched."""
-        if self._link is None:
-            raise RuntimeError("init_weight_transfer_engine comes first")
+        self._joined()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Make a staged version live, or take the last one back.
@@ -144,13 +143,9 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
             return
         staged = self._take(update_info)
         try:
-            self._weights.apply(staged.install)
-            root = self._weights.prove(whole=False)
-            if root != staged.version.root_digest:
-                raise UncertainStateError(f"live weights have root {root}")
-        except (UncertainStateError, VerifyError):
+            self._weights.apply(staged.install, root=staged.version.root_digest)
+        except UncertainStateError:
             self._installed = None
-            self._weights.disown()
             raise
         self._before, self._installed = self._installed, staged.version
 
@@ -184,9 +179,7 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
     def _stage(self, version_id: str) -> None:
         """Run in the thread; ends with a staged version or a reason why there is none."""
         try:
-            if self._link is None:
-                raise RefitError("init_weight_transfer_engine comes first")
-            staged = self._link.stage(
+            staged = self._joined().stage(
                 version_id,
                 base=self._weights.base,
                 bind=self._weights.bind,
@@ -200,6 +193,11 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
         else:
             status = WorkerStatus(staged=version_id, fetched_bytes=staged.fetched_bytes)
             self._note(status, staged)
+
+    def _joined(self) -> Link:
+        if self._link is None:
+            raise RefitError("init_weight_transfer_engine comes first")
+        return self._link
 
     def _note(self, status: WorkerStatus, staged: Staged | None = None) -> None:
         with self._turn:

@@ -127,3 +127,55 @@ class WorkerStatus:
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
+
+
+VERSIONS_KNOWN_MAX = 1000
+"""Of which tokens may still be on their way."""
+
+
+class WorkersEngine:
+    """Signs GeneratorEngineAdapter for an engine whose weights are in its workers."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        """Take the driver; nothing is installed yet."""
+        self._driver = driver
+        self._installed: InstalledVersion | None = None
+        self._known: dict[str, InstalledVersion] = {}
+
+    def live_tensors(self) -> Mapping[str, TensorBuffer]:
+        """Return nothing: the live tensors are in the workers."""
+        return {}
+
+    def tensor_aliases(self) -> Mapping[str, str]:
+        """Return nothing, see ``live_tensors``."""
+        return {}
+
+    def at_safe_point(
+        self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float
+    ) -> float:
+        """Run ``write`` while the workers are paused; without a version they stay paused."""
+        del timeout_s  # the driver has deadlines of its own
+        self._driver.pause()
+        try:
+            write()
+            self.label(installed)
+        finally:
+            if self._installed is not None:
+                self._driver.resume()
+        return 0.0
+
+    def installed(self) -> InstalledVersion | None:
+        """Return what every worker serves."""
+        return self._installed
+
+    def label(self, installed: InstalledVersion | None) -> None:
+        """Say what every worker serves from now on; None: nothing certain."""
+        self._installed = installed
+        if installed is not None:
+            self._known[installed.version_id] = installed
+            while len(self._known) > VERSIONS_KNOWN_MAX:
+                del self._known[next(iter(self._known))]
+
+    def version(self, version_id: str) -> InstalledVersion | None:
+        """Return what was called so once; None if it never was, or long ago."""
+        return self._known.get(version_id)
