@@ -45,7 +45,7 @@ class LlmFollower:
         self._clock = system.system_clock()
         config = replace(config, worker_id=config.worker_id or new_worker_id(config))
         driver_class: Any = load_entry(VLLM_PARTS, "offline", port="part for vLLM")
-        driver = driver_class(llm)
+        driver = self._driver = driver_class(llm)
         self._workers = WorkersEngine(driver)
         with ExitStack() as parts:
             control = connect_control(

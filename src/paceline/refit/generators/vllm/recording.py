@@ -16,6 +16,8 @@ from paceline.refit.generators.vllm.pieces import Box, Piece, is_unambiguous
 from paceline.refit.model import TensorEntry
 from paceline.refit.staging.torch_bytes import WORD_DTYPES
 
+_CAUSE_CHARS_MAX = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
@@ -51,8 +53,10 @@ def record_loading(skeleton: Any, entries: Iterable[TensorEntry]) -> Recording:
         with torch.no_grad(), watcher:
             skeleton.load_weights(tensors)
     except Exception as exc:  # whatever a loader raises about a tensor that it does not know
+        name, cause = _culprit(skeleton, tensors) or ("together", exc)
         raise VerifyError(
-            f"the engine's own loader refuses the version: {type(exc).__name__}: {exc}"
+            f"tensor {name!r}: in the version, and the engine's own loader refuses it: "
+            f"{type(cause).__name__}: {str(cause)[:_CAUSE_CHARS_MAX]}"
         ) from exc
     return Recording(
         pieces={name: tuple(found) for name, found in watcher.pieces.items()},
@@ -60,6 +64,19 @@ def record_loading(skeleton: Any, entries: Iterable[TensorEntry]) -> Recording:
         used=frozenset(watcher.used),
         dtypes=watcher.dtypes,
     )
+
+
+def _culprit(
+    skeleton: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[str, Exception] | None:
+    """Return the first tensor that cannot be loaded by itself, and why."""
+    for name, tensor in tensors:
+        try:
+            with torch.no_grad():
+                skeleton.load_weights([(name, tensor)])
+        except Exception as exc:  # noqa: BLE001 - returned, to be told
+            return name, exc
+    return None
 
 
 def _storages(parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:

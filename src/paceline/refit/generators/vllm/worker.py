@@ -82,8 +82,11 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
         self._staged: Staged | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to the run."""
+        """Join a run; whatever is live is none of its versions until one has been installed."""
         self.shutdown()
+        self._weights.disown()
+        self._installed = self._before = None
+        self._note(WorkerStatus())
         rank = f"{self.parallel_config.data_parallel_index}.{self.parallel_config.rank}"
         given = {each.name: getattr(init_info, each.name) for each in fields(LinkConfig)}
         config = replace(LinkConfig(**given), worker_id=f"{init_info.worker_id}-w{rank}")
