@@ -15,7 +15,7 @@ HAS_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 
 if HAS_VLLM:
-    os.environ.update(
+    os.environ.update(  # noqa: TID251 - where vLLM reads it
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # tests reach into the worker
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_HOST_IP="127.0.0.1",
@@ -38,11 +38,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llm(model_dir: Path) -> Iterator[Any]:
+def llm(model_dir: Path) -> Any:
     """Return an ``LLM`` with garbage for weights, in this process."""
     from vllm import LLM
 
-    yield LLM(
+    return LLM(
         model=str(model_dir),
         dtype="bfloat16",
         enforce_eager=True,

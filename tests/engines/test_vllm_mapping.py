@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines.conftest import worker
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from engines.conftest import worker
 from paceline.refit.apply import FULL, stage_install
 from paceline.refit.generators.vllm import part as parts
 from paceline.refit.generators.vllm.mirror import allocate, changes_of
@@ -67,7 +67,9 @@ def test_changed_elements_alone_give_what_a_load_gives(
 ) -> None:
     """Fused and sharded parameters: elements written one by one equal a load of everything."""
     before = state_of(tiny_model(model_dir, seed=1))
-    after = {name: with_changes(buffer, seed=at) for at, (name, buffer) in enumerate(before.items())}
+    after = {
+        name: with_changes(buffer, seed=at) for at, (name, buffer) in enumerate(before.items())
+    }
     model = load_plainly(vllm_config, before)
     part = ModelPart(model, vllm_config=vllm_config, model_config=vllm_config.model_config)
     entries = [tensor_entry(buffer) for buffer in before.values()]

@@ -1,7 +1,6 @@
-"""``paceline serve --engine vllm``: vLLM's own server, with the contract of every rollout engine."""
+"""``paceline serve --engine vllm``: vLLM's own server, under the contract of rollout engines."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from paceline.core.waiting import wait_until
-from paceline.system import system_clock
+from paceline.system import environ, system_clock
 from paceline.testing.small_run import DATA_TOKEN, SmallRun
 from paceline.testing.tiny_model import tiny_model
 
@@ -46,7 +45,7 @@ def serve(tmp_path: Path, model_dir: Path) -> Iterator[Callable[[SmallRun], Any]
             command += [f"--{name}", str(value)]
         process = subprocess.Popen(
             [*command, "--", "--max-model-len", "512", "--enforce-eager"],
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            env={**environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
             stdout=subprocess.PIPE,
             text=True,
         )

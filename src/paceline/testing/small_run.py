@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -71,7 +71,7 @@ class SmallRun:
         self.uid = ""
         self.state: State = {}
 
-    def __enter__(self) -> "SmallRun":
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
@@ -129,4 +129,3 @@ class SmallRun:
         self.sequence += 1
         self.uid = f"v{self.sequence}"
         self.state = state_of(self.model)
-

@@ -1,23 +1,19 @@
 """The backend inside a worker of vLLM, bound to what opens a worker's way to its run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from paceline import system
 from paceline.core.registry import load_entry
-from paceline.refit.apply import Checks
 from paceline.refit.compose.control import connect_control, load_credentials
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
 from paceline.refit.generators.registry import VLLM_PARTS
-from paceline.refit.generators.workers import Bind, LinkConfig, Staged
-from paceline.refit.kernels.registry import process_tools
-from paceline.refit.model import TensorEntry, WorkerRegistration, WorkerRole
-from paceline.refit.receiver.fetch import Fetcher
-from paceline.refit.receiver.install import InstallLimits, label_of, stage_version
-from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.generators.workers import LinkConfig, Mirror, Staged
+from paceline.refit.model import WorkerRegistration, WorkerRole
+from paceline.refit.receiver.install import Installer, InstallLimits, label_of
 from paceline.refit.transports.protocol import ObjectReader
 from paceline.refit.transports.registry import OBJECT_READERS
 
@@ -67,7 +63,6 @@ class RunLink:
         self._reader = reader
         self._parts = parts
         self._clock = system.system_clock()
-        self._limits = InstallLimits()
         self._register_at = self._clock.monotonic()
 
     def register(self) -> None:
@@ -82,42 +77,25 @@ class RunLink:
         )
         self._register_at = self._clock.monotonic() + REGISTRATION_TTL_S / 3
 
-    def stage(
-        self,
-        uid: str,
-        *,
-        base: Mapping[str, TensorEntry] | None,
-        bind: Bind,
-        between_reads: Callable[[], None],
-    ) -> Staged:
+    def stage(self, uid: str, *, mirror: Mirror, between_reads: Callable[[], None]) -> Staged:
         """Fetch and prove a version, see Link."""
         self.register()
         version = self._control.get_version(uid)
-        with hold_lease(
-            self._control,
-            version_id=uid,
+
+        def keep_alive() -> None:
+            between_reads()
+            self._register_if_due()
+
+        installer = Installer(
             worker_id=self._config.worker_id,
-            ttl_s=self._limits.lease_ttl_s,
+            control=self._control,
+            engine=mirror,
+            reader=self._reader,
             clock=self._clock,
-        ) as lease:
-
-            def keep_alive() -> None:
-                between_reads()
-                lease.renew_if_due()
-                self._register_if_due()
-
-            staged, fetched_bytes = stage_version(
-                version,
-                control=self._control,
-                fetcher=Fetcher(
-                    self._reader,
-                    read_timeout_s=self._limits.read_timeout_s,
-                    between_reads=keep_alive,
-                ),
-                bind=bind,
-                base=base,
-                checks=Checks(whole=True, tools=process_tools()),
-            )
+            limits=InstallLimits(),
+            prepare=mirror.bind,
+        )
+        staged, fetched_bytes = installer.stage(version, base=mirror.base, between_reads=keep_alive)
         return Staged(version=label_of(version), install=staged, fetched_bytes=fetched_bytes)
 
     def close(self) -> None:

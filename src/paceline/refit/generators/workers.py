@@ -9,9 +9,6 @@ from paceline.refit.generators.protocol import InstalledVersion
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry
 
-Bind = Callable[[Manifest], tuple[Mapping[str, TensorBuffer], Mapping[str, str]]]
-"""Returns live tensors and aliases for a version that is about to be staged."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
@@ -38,17 +35,41 @@ class Staged:
     fetched_bytes: int
 
 
+class Mirror(Protocol):
+    """A worker's copy of the checkpoint that it serves: what versions are staged against."""
+
+    @property
+    def base(self) -> Mapping[str, TensorEntry] | None:
+        """What it is now; None while that is not known."""
+        ...
+
+    def bind(self, manifest: Manifest) -> None:
+        """Get ready for the first version that comes. Raises VerifyError if it does not fit."""
+        ...
+
+    def live_tensors(self) -> Mapping[str, TensorBuffer]:
+        """Return every distinct tensor by name."""
+        ...
+
+    def tensor_aliases(self) -> Mapping[str, str]:
+        """Return further names of a tensor -> its name in ``live_tensors``."""
+        ...
+
+    def at_safe_point(
+        self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float
+    ) -> float:
+        """Not for a link: only vLLM's own calls write. Raises RefitError."""
+        ...
+
+    def installed(self) -> InstalledVersion | None:
+        """Not for a link: None."""
+        ...
+
+
 class Link(Protocol):
     """One worker's way to its run, for the time between init and shutdown."""
 
-    def stage(
-        self,
-        uid: str,
-        *,
-        base: Mapping[str, TensorEntry] | None,
-        bind: Bind,
-        between_reads: Callable[[], None],
-    ) -> Staged:
+    def stage(self, uid: str, *, mirror: "Mirror", between_reads: Callable[[], None]) -> Staged:
         """Fetch and prove a version under a lease; nothing live is touched.
 
         Raises:

@@ -17,19 +17,10 @@ from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
 from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import (
-    Shard,
-    TensorBuffer,
-    TensorEntry,
-    VersionDescription,
-    WeightVersion,
-)
+from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
 from paceline.refit.receiver.fetch import Fetcher
 from paceline.refit.receiver.lease import hold_lease
 from paceline.refit.transports.protocol import ObjectReader
-
-Bind = Callable[[Manifest], tuple[Mapping[str, TensorBuffer], Mapping[str, str]]]
-"""Returns live tensors and aliases that a version of this manifest is to be written into."""
 
 PAYLOAD_SLACK_BYTES = 2**20
 """Headers, alignment and the overhead of compression that found nothing to compress."""
@@ -80,7 +71,7 @@ class Installs(Protocol):
 class Installer:
     """Carries versions from their sources into one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of its own
         self,
         *,
         worker_id: str,
@@ -89,13 +80,16 @@ class Installer:
         reader: ObjectReader,
         clock: Clock,
         limits: InstallLimits,
+        prepare: Callable[[Manifest], None] | None = None,
     ) -> None:
+        """Take the parts; ``prepare`` is told what comes, before live tensors are asked for."""
         self._worker_id = worker_id
         self._control = control
         self._engine = engine
         self._reader = reader
         self._clock = clock
         self._limits = limits
+        self._prepare = prepare
         self._tools = process_tools()
         self._since_whole_check = 0
 
@@ -118,7 +112,7 @@ class Installer:
             FetchError, VerifyError, ApplyError, DeadlineExceededError: nothing has changed.
             UncertainStateError: the live tensors are neither the old nor the new version.
         """
-        label = label_of(version)
+        said = require_description(version)
         with hold_lease(
             self._control,
             version_id=version.uid,
@@ -132,17 +126,11 @@ class Installer:
                 between_reads()
 
             checks = self._next_checks(base)
-            staged, fetched_bytes = stage_version(
-                version,
-                control=self._control,
-                fetcher=Fetcher(
-                    self._reader,
-                    read_timeout_s=self._limits.read_timeout_s,
-                    between_reads=keep_alive,
-                ),
-                bind=lambda _: (self._engine.live_tensors(), self._engine.tensor_aliases()),
-                base=base,
-                checks=checks,
+            staged, fetched_bytes = self._stage(
+                version, base=base, checks=checks, keep_alive=keep_alive
+            )
+            label = InstalledVersion(
+                version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
             pause_s = self._engine.at_safe_point(
                 lambda: write_install(staged, tools=self._tools),
@@ -157,9 +145,69 @@ class Installer:
             pause_s=pause_s,
         )
 
+    def stage(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        between_reads: Callable[[], None],
+    ) -> tuple[StagedInstall, int]:
+        """Fetch and prove everything under a lease, and write nothing; see ``install``.
+
+        Returns:
+            What can be written, and how many bytes were fetched for it.
+        """
+        with hold_lease(
+            self._control,
+            version_id=version.uid,
+            worker_id=self._worker_id,
+            ttl_s=self._limits.lease_ttl_s,
+            clock=self._clock,
+        ) as lease:
+
+            def keep_alive() -> None:
+                lease.renew_if_due()
+                between_reads()
+
+            checks = self._next_checks(base)
+            return self._stage(version, base=base, checks=checks, keep_alive=keep_alive)
+
     def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
         """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
         prove_live(self._engine.live_tensors(), entries.values())
+
+    def _stage(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        checks: Checks,
+        keep_alive: Callable[[], None],
+    ) -> tuple[StagedInstall, int]:
+        """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
+        fetcher = Fetcher(
+            self._reader, read_timeout_s=self._limits.read_timeout_s, between_reads=keep_alive
+        )
+        sources = self._control.list_shards(version.uid)
+        slot_id = require_one_slot(version, sources)
+        manifest = fetcher.fetch_manifest(sources)
+        check_manifest_is_of(manifest, version, slot_id=slot_id)
+        if self._prepare is not None:
+            self._prepare(manifest)
+        live = self._engine.live_tensors()
+        live_bytes = sum(len(buffer.data) for buffer in live.values())
+        objects = fetcher.fetch_objects(
+            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
+        )
+        staged = stage_install(
+            manifest,
+            objects,
+            live=live,
+            aliases=self._engine.tensor_aliases(),
+            base=base,
+            checks=checks,
+        )
+        return staged, sum(len(data) for data in objects.values())
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""
@@ -182,43 +230,8 @@ class Installer:
             raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
 
 
-def stage_version(
-    version: WeightVersion,
-    *,
-    control: ControlPlane,
-    fetcher: Fetcher,
-    bind: Bind,
-    base: Mapping[str, TensorEntry] | None,
-    checks: Checks,
-) -> tuple[StagedInstall, int]:
-    """Fetch and prove; the engine runs on meanwhile and nothing of it is touched.
-
-    Args:
-        version: READY, described, held by a lease.
-        control: knows the sources.
-        fetcher: reads them.
-        bind: returns what the version will be written into.
-        base: what that is now, None if nobody knows.
-        checks: how much is read.
-
-    Returns:
-        What can be written, and how many bytes were fetched for it.
-    """
-    sources = control.list_shards(version.uid)
-    slot_id = require_one_slot(version, sources)
-    manifest = fetcher.fetch_manifest(sources)
-    check_manifest_is_of(manifest, version, slot_id=slot_id)
-    live, aliases = bind(manifest)
-    live_bytes = sum(len(buffer.data) for buffer in live.values())
-    objects = fetcher.fetch_objects(
-        manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
-    )
-    staged = stage_install(manifest, objects, live=live, aliases=aliases, base=base, checks=checks)
-    return staged, sum(len(data) for data in objects.values())
-
-
 def label_of(version: WeightVersion) -> InstalledVersion:
-    """Return what an engine calls itself once it has the version."""
+    """Return what an engine calls itself once it has the version. Raises VerifyError."""
     said = require_description(version)
     return InstalledVersion(
         version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest

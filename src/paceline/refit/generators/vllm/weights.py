@@ -1,12 +1,13 @@
 """All weights of one worker: the mirror, the models that follow it, and what is known of both."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from paceline.refit.apply import StagedInstall, prove_live, write_install
 from paceline.refit.delta.codec import Tools
 from paceline.refit.digest import root_digest
-from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
+from paceline.refit.errors import ApplyError, RefitError, UncertainStateError, VerifyError
+from paceline.refit.generators.protocol import InstalledVersion
 from paceline.refit.generators.vllm.mirror import Changes, MemoryJournal, allocate, changes_of
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.manifest.v1 import Manifest
@@ -42,21 +43,39 @@ class WorkerWeights:
             for name, way in part.ways.items()
         }
 
-    def bind(self, manifest: Manifest) -> tuple[Mapping[str, TensorBuffer], Mapping[str, str]]:
-        """Return the mirror and its aliases, made for the first version that comes.
+    def bind(self, manifest: Manifest) -> None:
+        """Make the mirror for the first version that comes.
 
         Raises:
             VerifyError: the version is not of this model; nothing was allocated.
         """
         if self._entries is not None:
-            return self._buffers, self._aliases
+            return
         entries = {entry.name: entry for entry in manifest.tensors}
         for prefix, part in self._parts.items():
             own = _own(entries, prefix)
             part.bind([replace(entries[whole], name=name) for name, whole in own.items()])
         self._buffers = {name: allocate(entry) for name, entry in entries.items()}
         self._aliases = dict(manifest.aliases)
-        return self._buffers, self._aliases
+
+    def live_tensors(self) -> Mapping[str, TensorBuffer]:
+        """Return the mirror."""
+        return self._buffers
+
+    def tensor_aliases(self) -> Mapping[str, str]:
+        """Return further names of tensors."""
+        return self._aliases
+
+    def at_safe_point(
+        self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float
+    ) -> float:
+        """Refuse: vLLM's calls alone write, see ``apply``."""
+        del write, installed, timeout_s
+        raise RefitError("a worker's weights are written by update_weights")
+
+    def installed(self) -> InstalledVersion | None:
+        """Return nothing: what is served is known to whoever drives the worker."""
+        return None
 
     def apply(self, staged: StagedInstall, *, root: str) -> None:
         """Make a staged version live, whose root digest is ``root``, or leave what was.

@@ -183,10 +183,7 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
         """Run in the thread; ends with a staged version or a reason why there is none."""
         try:
             staged = self._joined().stage(
-                version_id,
-                base=self._weights.base,
-                bind=self._weights.bind,
-                between_reads=self._check_stop,
+                version_id, mirror=self._weights, between_reads=self._check_stop
             )
         except (_StopError, PacelineError) as exc:
             self._note(WorkerStatus(error=str(exc) or "stopped", error_kind=type(exc).__name__))
