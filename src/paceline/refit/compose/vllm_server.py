@@ -232,6 +232,7 @@ def _start_service(
         driver.init(link_config(config, receiver.worker_id))
         receiver.start()
         parts.callback(receiver.stop, timeout_s=RECEIVER_STOP_S)
+        parts.callback(driver.close)
         parts.callback(receiver.drain)
         app = build_app(
             ServingParts(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -10,6 +11,11 @@ from paceline.refit.errors import ApplyError, RefitError, UncertainStateError
 from paceline.refit.generators.workers import LinkConfig, WorkerStatus
 
 T = TypeVar("T")
+
+LOOK_S = 0.5
+"""How often a waiting call looks whether it still should."""
+SLACK_S = 5.0
+"""Beyond vLLM's own deadline."""
 
 
 class OfflineDriver:
@@ -83,6 +89,11 @@ class OnlineDriver:
         self._loop = loop
         self._pause_mode = pause_mode
         self._timeout_s = timeout_s
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let calls that wait fail: the engine is ending and will not answer them."""
+        self._is_closed = True
 
     def init(self, config: LinkConfig) -> None:
         """Let every worker connect to the run."""
@@ -132,17 +143,25 @@ class OnlineDriver:
 
     def _wait(self, call: Awaitable[T]) -> T:
         future = asyncio.run_coroutine_threadsafe(_awaited(call), self._loop)
-        try:
-            return future.result(self._timeout_s + 5)
-        except TimeoutError as exc:
-            future.cancel()
-            raise DeadlineExceededError(
-                f"vLLM did not answer within {self._timeout_s:g} s"
-            ) from exc
-        except PacelineError:
-            raise
-        except Exception as exc:
-            raise _ours(exc) from exc
+        for _ in range(max(1, round((self._timeout_s + SLACK_S) / LOOK_S))):
+            if self._is_closed:
+                break
+            done, _ = wait([future], timeout=LOOK_S)
+            if done:
+                return _result(future)
+        future.cancel()
+        if self._is_closed:
+            raise RefitError("vLLM is ending")
+        raise DeadlineExceededError(f"vLLM did not answer within {self._timeout_s:g} s")
+
+
+def _result(future: "Future[T]") -> T:
+    try:
+        return future.result(0)
+    except PacelineError:
+        raise
+    except Exception as exc:
+        raise _ours(exc) from exc
 
 
 async def _awaited(call: Awaitable[T]) -> T:

@@ -10,6 +10,8 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from paceline.refit.delta.order import Positions
 from paceline.refit.errors import ApplyError, VerifyError
@@ -48,6 +50,12 @@ class ModelPart:
         Raises:
             VerifyError: tensors are missing or unknown, or of a shape or dtype that would be cast.
         """
+        if self._vllm_config.quant_config is not None and current_platform.is_cpu():
+            # Its kernels keep the address of scales that vLLM's own reload then frees.
+            raise VerifyError(
+                "vLLM's build for the CPU cannot load quantised layers a second time: what it "
+                "answers afterwards is noise; serve this model unquantised, or on a GPU"
+            )
         skeleton = build_skeleton(self._vllm_config, self._model_config)
         recording = record_loading(skeleton, entries)
         _check_used(entries, recording)
@@ -68,8 +76,7 @@ class ModelPart:
 
         Parameters whose bytes are not what the recording says are reloaded from then on.
         """
-        self._reload([self._model], self._tensors, live)
-        self._repack({module for home in self._homes.values() for module in home.modules})
+        self._reload_all(live)
         for name in self._tensors:
             for piece in self._pieces(name):
                 home = self._homes[piece.parameter]
@@ -103,8 +110,7 @@ class ModelPart:
         stale, packed = set[Any](), set[Any]()
         for name, positions in changes.items():
             if not self._pieces(name) or self._reloads_whole():
-                self._reload([self._model], self._tensors, live)
-                self._repack({each for home in self._homes.values() for each in home.modules})
+                self._reload_all(live)
                 return
             for piece in self._pieces(name):
                 home = self._homes[piece.parameter]
@@ -139,16 +145,31 @@ class ModelPart:
             )
         ]
 
+    def _reload_all(self, live: Mapping[str, TensorBuffer]) -> None:
+        """Load every layer that a tensor goes into; the others have nothing that could change.
+
+        Not the model as one: vLLM would also prepare attention again, whose scales a checkpoint
+        need not have.
+        """
+        filled = {piece.parameter for name in self._tensors for piece in self._pieces(name)}
+        modules = {each for name in filled for each in self._homes[name].modules}
+        if self._reloads_whole() or not all(map(self._pieces, self._tensors)):
+            modules = {self._model}
+        self._reload(list(modules), self._tensors, live)
+        self._repack({each for home in self._homes.values() for each in home.modules})
+
     def _reload(
         self, modules: Sequence[Any], names: Iterable[str], live: Mapping[str, TensorBuffer]
     ) -> None:
         for module in modules:
             initialize_layerwise_reload(module)
-        try:
-            self._model.load_weights((name, as_tensor(live[name])) for name in names)
-        finally:
-            for module in modules:
-                finalize_layerwise_reload(module, self._model_config)
+        # Kernels for quantised layers are made for the default dtype, which vLLM's loader sets.
+        with set_default_torch_dtype(self._model_config.dtype):
+            try:
+                self._model.load_weights((name, as_tensor(live[name])) for name in names)
+            finally:
+                for module in modules:
+                    finalize_layerwise_reload(module, self._model_config)
 
     def _repack(self, modules: Iterable[Any]) -> None:
         for module in modules:
