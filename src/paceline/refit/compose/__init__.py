@@ -13,7 +13,13 @@ from paceline.refit.compose.control import (
     start_manifest_server,
     verify_version,
 )
-from paceline.refit.compose.engine import EngineService, EngineServiceConfig, start_engine
+from paceline.refit.compose.engine import (
+    EngineService,
+    EngineServiceConfig,
+    RunningEngine,
+    start_any_engine,
+    start_engine,
+)
 from paceline.refit.compose.explain import explain_versions
 from paceline.refit.compose.keys import RunKeys, create_run_keys, read_run_keys
 from paceline.refit.compose.trainer import (
@@ -31,6 +37,7 @@ __all__ = [
     "EngineServiceConfig",
     "RunKeys",
     "RunSettings",
+    "RunningEngine",
     "TrainerConnection",
     "connect_control",
     "connect_rollouts",
@@ -44,6 +51,7 @@ __all__ = [
     "open_store",
     "read_run_keys",
     "run_settings",
+    "start_any_engine",
     "start_control_server",
     "start_engine",
     "start_manifest_server",

@@ -4,27 +4,33 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import UsageError
 from paceline.core.registry import load_entry
-from paceline.refit.compose.control import connect_control, load_credentials
+from paceline.refit.compose.control import load_credentials
 from paceline.refit.compose.data import (
     DataPlane,
+    board_of,
     data_plane,
-    follow_bucket,
-    is_bucket,
+    open_control,
     open_reader,
 )
 from paceline.refit.compose.supply import open_supply, with_run_tls
-from paceline.refit.control.protocol import ControlClient, ControlPlane
+from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
-from paceline.refit.generators.protocol import EngineConfig, EngineHealth, RolloutEngine
-from paceline.refit.generators.registry import ROLLOUT_ENGINES
+from paceline.refit.generators.protocol import (
+    EngineConfig,
+    EngineHealth,
+    GeneratorEngineAdapter,
+    RolloutEngine,
+)
+from paceline.refit.generators.registry import ENGINE_SERVERS, ROLLOUT_ENGINES
 
 if TYPE_CHECKING:
+    from paceline.refit.receiver.install import Installs
     from paceline.refit.receiver.loop import Receiver
 
 RECEIVER_STOP_S = 25.0
@@ -53,6 +59,10 @@ class EngineServiceConfig:
     """Which of the role's processes this is; with run, role and a nonce it makes the worker id."""
     host: str = "127.0.0.1"
     port: int = 0
+    worker_id: str = ""
+    """Of this lifetime; empty: a fresh one."""
+    server_args: tuple[str, ...] = ()
+    """Further arguments for an engine that brings its own server."""
     credentials: Path | None = None
     """None: where PACELINE_CREDENTIALS points."""
     update: str = "immediate"
@@ -108,6 +118,38 @@ class EngineService:
         self._parts.close()
 
 
+class RunningEngine(Protocol):
+    """A rollout engine that was started, in this process or in one of its own."""
+
+    endpoint: str
+    worker_id: str
+
+    def crash(self) -> str:
+        """Return why it stopped by itself; empty while it works."""
+        ...
+
+    def stop(self) -> None:
+        """Drain within the grace, then stop everything. Idempotent."""
+        ...
+
+
+def start_any_engine(config: EngineServiceConfig) -> RunningEngine:
+    """Start an engine by name: in this process, or as the server that it brings along.
+
+    Raises:
+        UsageError, PreflightError: bad options, taken port, no model, no credentials.
+        ControlError, DeadlineExceededError: it did not come up; nothing is left running.
+    """
+    if config.engine_name in ENGINE_SERVERS:
+        from paceline.refit.compose.engine_process import start_engine_process
+
+        return start_engine_process(config)
+    if config.engine_name not in ROLLOUT_ENGINES:
+        known = ", ".join(sorted({*ROLLOUT_ENGINES, *ENGINE_SERVERS}))
+        raise UsageError(f"unknown rollout engine {config.engine_name!r}; known: {known}")
+    return start_engine(config)
+
+
 def start_engine(config: EngineServiceConfig) -> EngineService:
     """Serve a rollout engine that follows its run, in background threads, until ``stop``.
 
@@ -123,12 +165,14 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
     from paceline.refit.serving.app import ServingParts, build_app
     from paceline.refit.serving.server import EngineServer
 
+    if config.server_args:
+        raise UsageError(f"engine {config.engine_name!r} takes no arguments of a server")
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
     with ExitStack() as parts:
         # The port first: it is the cheapest thing that can be wrong.
         server = EngineServer(host=config.host, port=config.port, clock=clock)
         parts.callback(server.close, timeout_s=1)
-        control = _control_of(config, credentials.control_token)
+        control = control_of(config, credentials.control_token)
         parts.callback(control.close)
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
         inner: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
@@ -136,7 +180,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
             inner, policy=UpdatePolicy(config.update), drain_s=config.drain_s, clock=clock
         )
         parts.callback(engine.close, timeout_s=10)
-        receiver = _receiver_for(config, control, engine, parts, endpoint=server.endpoint)
+        receiver = receiver_for(config, control, engine, parts, endpoint=server.endpoint)
         app = build_app(
             ServingParts(
                 engine=engine,
@@ -149,7 +193,7 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
                 new_id=system.new_nonce,
             )
         )
-        _register(receiver, clock=clock, timeout_s=config.control_wait_s)
+        register_patiently(receiver, clock=clock, timeout_s=config.control_wait_s)
         server.start(app, grace_s=config.grace_s)
         parts.callback(receiver.stop, timeout_s=RECEIVER_STOP_S)
         receiver.start()
@@ -163,35 +207,46 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         )
 
 
-def _control_of(config: EngineServiceConfig, token: str) -> ControlPlane:
-    if is_bucket(config.control):
-        plane = config.data or data_plane(system.environ(), run_id=config.run_id)
-        return follow_bucket(config.control, allow_http=plane.allow_http_bucket)
-    return connect_control(
+def control_of(config: EngineServiceConfig, token: str) -> ControlPlane:
+    """Return the service that the engine follows, or the bucket. Raises as connect_control."""
+    return open_control(
         config.control,
         token=token,
+        run_id=config.run_id,
+        data=config.data,
         timeout_s=config.control_call_s,
         allow_plaintext=config.allow_plaintext,
     )
 
 
-def _receiver_for(
+def receiver_for(
     config: EngineServiceConfig,
     control: ControlPlane,
-    engine: RolloutEngine,
+    engine: GeneratorEngineAdapter,
     parts: ExitStack,
     *,
     endpoint: str,
+    installer: "Installs | None" = None,
 ) -> "Receiver":
+    """Return the receiver of an engine; what it needs beside is closed with ``parts``."""
     from paceline.refit.receiver.loop import Receiver, ReceiverConfig
     from paceline.refit.receiver.standing import StalenessBound
 
     clock, credentials = system.system_clock(), load_credentials(config.credentials)
-    name = f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+    name = config.worker_id or new_worker_id(config)
     plane = config.data or data_plane(system.environ(), run_id=config.run_id)
     plane = with_run_tls(plane, credentials, parts)
     reader = open_reader(plane, token=lambda: credentials.data_token, name=f"{name}-sink")
     parts.callback(reader.close)
+    supply = None
+    if installer is None:  # else the bytes come to other processes, which are supplied there
+        supply = open_supply(
+            credentials,
+            plane,
+            board=board_of(config.control, control),
+            worker_id=name,
+            parts=parts,
+        )
     return Receiver(
         ReceiverConfig(
             worker_id=name,
@@ -205,17 +260,17 @@ def _receiver_for(
         reader=reader,
         clock=clock,
         chance=system.chance,
-        supply=open_supply(
-            credentials,
-            plane,
-            board=None if is_bucket(config.control) else cast(ControlClient, control),
-            worker_id=name,
-            parts=parts,
-        ),
+        supply=supply,
+        installer=installer,
     )
 
 
-def _register(receiver: "Receiver", *, clock: Clock, timeout_s: float) -> None:
+def new_worker_id(config: EngineServiceConfig) -> str:
+    """Return a name for one lifetime of an engine."""
+    return f"{config.run_id}-{config.role}-{config.index}-{system.new_nonce()}"
+
+
+def register_patiently(receiver: "Receiver", *, clock: Clock, timeout_s: float) -> None:
     """Register, waiting for a service that is not up yet; a refused token is final."""
     deadline = clock.monotonic() + timeout_s
     while True:

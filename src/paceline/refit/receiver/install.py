@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -72,6 +73,32 @@ class Installed:
     """Every run of a transport that the install took, also those that failed."""
 
 
+class Installs(Protocol):
+    """Carries versions into an engine, wherever that engine's weights are."""
+
+    def install(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        between_reads: Callable[[], None],
+    ) -> Installed:
+        """Install ``version`` or leave the engine as it was, see Installer.install."""
+        ...
+
+    def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
+        """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
+        ...
+
+    def costs(self) -> Costs:
+        """Return what steps cost here, as measured so far."""
+        ...
+
+    def keep_only(self, uids: frozenset[str]) -> None:
+        """Stop serving versions on that are not among these."""
+        ...
+
+
 class Installer:
     """Carries versions from their sources into one engine."""
 
@@ -85,7 +112,9 @@ class Installer:
         clock: Clock,
         limits: InstallLimits,
         supply: Supply | None = None,
+        prepare: Callable[[Manifest], None] | None = None,
     ) -> None:
+        """Take the parts; ``prepare`` is told what comes, before live tensors are asked for."""
         self._worker_id = worker_id
         self._control = control
         self._engine = engine
@@ -93,6 +122,7 @@ class Installer:
         self._supply = supply or Supply()
         self._clock = clock
         self._limits = limits
+        self._prepare = prepare
         self._tools = process_tools()
         self._since_whole_check = 0
         self._transfers: list[TransferRecord] = []
@@ -161,6 +191,37 @@ class Installer:
         if self._supply.spread is not None:
             self._supply.spread.keep_only(uids)
 
+    def stage(
+        self,
+        version: WeightVersion,
+        *,
+        base: Mapping[str, TensorEntry] | None,
+        between_reads: Callable[[], None],
+    ) -> tuple[StagedInstall, int]:
+        """Fetch and prove everything under a lease, and write nothing; see ``install``.
+
+        Returns:
+            What can be written, and how many bytes were fetched for it.
+        """
+        with hold_lease(
+            self._control,
+            version_id=version.uid,
+            worker_id=self._worker_id,
+            ttl_s=self._limits.lease_ttl_s,
+            clock=self._clock,
+        ) as lease:
+
+            def keep_alive() -> None:
+                lease.renew_if_due()
+                between_reads()
+
+            checks = self._next_checks(base)
+            return self._stage(version, base=base, checks=checks, keep_alive=keep_alive)
+
+    def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
+        """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
+        prove_live(self._engine.live_tensors(), entries.values())
+
     def _stage(
         self,
         version: WeightVersion,
@@ -185,6 +246,8 @@ class Installer:
         slot_id = require_one_slot(version, sources)
         manifest = fetcher.fetch_manifest(sources)
         check_manifest_is_of(manifest, version, slot_id=slot_id)
+        if self._prepare is not None:
+            self._prepare(manifest)
         live = self._engine.live_tensors()
         live_bytes = sum(len(buffer.data) for buffer in live.values())
         objects = fetcher.fetch_objects(
@@ -223,6 +286,14 @@ class Installer:
             ) from exc
         if root != label.root_digest:
             raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
+
+
+def label_of(version: WeightVersion) -> InstalledVersion:
+    """Return what an engine calls itself once it has the version. Raises VerifyError."""
+    said = require_description(version)
+    return InstalledVersion(
+        version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
+    )
 
 
 def require_description(version: WeightVersion) -> VersionDescription:

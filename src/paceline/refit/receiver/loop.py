@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.core.retry import RetryPolicy
-from paceline.refit.apply import prove_live
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
     ControlError,
@@ -43,6 +42,7 @@ from paceline.refit.receiver.install import (
     Installed,
     Installer,
     InstallLimits,
+    Installs,
     Supply,
     require_description,
 )
@@ -102,15 +102,19 @@ class Receiver:
         clock: Clock,
         chance: Callable[[], float],
         supply: Supply | None = None,
+        installer: Installs | None = None,
     ) -> None:
-        """Take the parts; does nothing yet. ``chance`` places delays inside their jitter."""
+        """Take the parts; does nothing yet. ``chance`` places delays inside their jitter.
+
+        ``installer`` is for engines whose weights are in other processes; by default they are here.
+        """
         self._config = config
         self._control = control
         self._engine = engine
         self._gate = engine if isinstance(engine, UpdateGate) else None
         self._clock = clock
         self._chance = chance
-        self._installer = Installer(
+        self._installer = installer or Installer(
             worker_id=config.worker_id,
             control=control,
             engine=engine,
@@ -383,7 +387,7 @@ class Receiver:
         if self._base is None:
             return
         try:
-            prove_live(self._engine.live_tensors(), self._base.values())
+            self._installer.check_live(self._base)
         except VerifyError as exc:
             self._disown_weights(f"live weights changed by themselves: {exc}")
 

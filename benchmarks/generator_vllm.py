@@ -1,0 +1,193 @@
+"""vLLM as a rollout engine: what refits cost in tokens, and whether each version is that version.
+
+Needs .venv-vllm (``make vllm``), and goes on in it by itself. Takes about four minutes.
+"""
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bars import Bar, at_least, run
+
+PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+QUICK = bool(os.environ.get("PACELINE_BENCH_QUICK"))
+
+WINDOW_S = 6.0
+WINDOWS = 2 if QUICK else 6
+REFIT_EVERY_S = 2.0
+WARM_S = 20.0
+"""The first requests of all compile loops."""
+CLIENTS = 4
+TOKENS = 32
+VERSIONS = 5 if QUICK else 50
+FRESH_AT = (VERSIONS,) if QUICK else (1, 25, 50)
+PROMPTS = ("1+2=", "9*(8-7)=", "abc, abc, abc, ", "12345")
+
+SIZES = {
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 256,
+}
+LLM_OPTIONS = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "disable_log_stats": True,
+}
+
+
+def measure() -> Sequence[Bar]:
+    """Measure both."""
+    return [*throughput(), *equality()]
+
+
+def throughput() -> list[Bar]:
+    """Serve by vLLM's own server; windows with and without refits take turns."""
+    from paceline.refit import compose
+    from paceline.testing.small_run import SmallRun
+    from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model_dir = write_tiny_qwen3(folder / "model", **SIZES)
+        with SmallRun(folder, tiny_model(model_dir, seed=1), model_dir=model_dir) as small:
+            config = _with_args(small.config, "--max-model-len", "256", "--enforce-eager")
+            small.publish_full()
+            engine = compose.start_any_engine(config)
+            try:
+                counts = _alternate(engine.endpoint, small)
+            finally:
+                engine.stop()
+    print(f"tokens without and with refits: {counts}", file=sys.stderr)
+    return [at_least("vllm_tokens_with_refits_ratio", counts[True] / counts[False], 0.90)]
+
+
+def _with_args(config: Any, *args: str) -> Any:
+    from dataclasses import replace
+
+    return replace(config, server_args=args)
+
+
+def _alternate(endpoint: str, small: Any) -> dict[bool, int]:
+    """Return tokens generated in all windows with refits, and in all without."""
+    import httpx
+
+    from paceline.testing.small_run import DATA_TOKEN
+
+    headers = {"Authorization": f"Bearer {DATA_TOKEN}"}
+    done = threading.Event()
+    counter = {"tokens": 0}
+
+    def ask() -> None:
+        fields = {"model": "m", "prompt": PROMPTS[1], "max_tokens": TOKENS, "ignore_eos": True}
+        with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
+            while not done.is_set():
+                answer = http.post("/v1/completions", json=fields).raise_for_status().json()
+                counter["tokens"] += answer["usage"]["completion_tokens"]
+
+    with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
+        while http.get("/health").status_code != 200:
+            time.sleep(0.1)
+    threads = [threading.Thread(target=ask) for _ in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(WARM_S)
+    counts = {False: 0, True: 0}
+    for turn in range(2 * WINDOWS):
+        with_refits = turn % 4 in {1, 2}  # without, with, with, without: drift cancels out
+        begun, ends = counter["tokens"], time.monotonic() + WINDOW_S
+        while time.monotonic() < ends:
+            if with_refits:
+                small.train(share=0.01, seed=small.sequence)
+                small.publish_delta()
+            time.sleep(max(0.0, min(REFIT_EVERY_S, ends - time.monotonic())))
+        counts[with_refits] += counter["tokens"] - begun
+    done.set()
+    for thread in threads:
+        thread.join(60)
+    return counts
+
+
+def equality() -> list[Bar]:
+    """Follow versions by deltas, and compare with an engine that loads each checkpoint whole."""
+    from vllm import LLM
+
+    from paceline.refit.compose.vllm_offline import LLM_ARGS, LlmFollower
+    from paceline.testing.small_run import SmallRun
+    from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
+
+    reloads = fresh = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # Untied: vLLM's own reload leaves the packed copy of a tied output layer as it was.
+        sizes = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96}
+        model_dir = write_tiny_qwen3(folder / "model", tie_word_embeddings=False, **sizes)
+        model = tiny_model(model_dir, seed=1)
+        with SmallRun(folder, model, model_dir=model_dir) as small:
+            options: dict[str, Any] = {**LLM_OPTIONS, "max_model_len": 128}
+            first = whole_checkpoint(small, model_dir, folder / "v0")
+            follows = LLM(model=str(model_dir), **options, **LLM_ARGS)
+            reloading = LLM(model=str(first), **options)
+            follower = LlmFollower(follows, small.config)
+            small.publish_full()
+            for at in range(1, VERSIONS + 1):
+                follower.catch_up(timeout_s=60)
+                small.train(share=0.02, seed=at)
+                small.publish_delta()
+                follower.catch_up(timeout_s=60)
+                got = answers(follows)
+                place = whole_checkpoint(small, model_dir, folder / f"v{at}")
+                reloading.collective_rpc("reload_weights", kwargs={"weights_path": str(place)})
+                reloading.reset_prefix_cache()
+                reloads += got == answers(reloading)
+                if at in FRESH_AT:
+                    started = LLM(model=str(place), **options)
+                    fresh += got == answers(started)
+                    del started
+                    gc.collect()
+            follower.close()
+    return [
+        at_least("vllm_versions_equal_to_a_full_load", reloads, VERSIONS),
+        at_least("vllm_versions_equal_to_a_fresh_start", fresh, len(FRESH_AT)),
+    ]
+
+
+def whole_checkpoint(small: Any, model_dir: Path, place: Path) -> Path:
+    """Write everything that a fresh engine starts from."""
+    small.save(place)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (place / name).write_bytes((model_dir / name).read_bytes())
+    return place
+
+
+def answers(llm: Any) -> list[tuple[int, ...]]:
+    """Return greedy continuations."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    if Path(sys.prefix).name != ".venv-vllm":
+        if not PYTHON.exists():
+            sys.exit("vLLM is not installed; run: make vllm")
+        os.execv(PYTHON, [str(PYTHON), *sys.argv])  # noqa: S606
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+    )
+    run(measure, __doc__ or "")

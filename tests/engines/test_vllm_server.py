@@ -1,0 +1,129 @@
+"""``paceline serve --engine vllm``: vLLM's own server, under the contract of rollout engines."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.core.waiting import wait_until
+from paceline.system import environ, system_clock
+from paceline.testing.small_run import DATA_TOKEN, SmallRun
+from paceline.testing.tiny_model import tiny_model
+
+PATIENCE_S = 90.0
+LONG = 450
+"""Tokens, enough for an update to fall between them."""
+ASKED_MAX = 200
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model_dir: Path) -> Iterator[Callable[[SmallRun], Any]]:
+    """Return a function that starts an engine of a run."""
+    started = []
+
+    def start(run: SmallRun) -> Any:
+        config = run.config
+        command = [sys.executable, "-m", "paceline", "serve", "--engine", "vllm"]
+        options = {
+            "model": model_dir,
+            "control": config.control,
+            "credentials": config.credentials,
+            "model-name": config.model_name,
+            "run-id": config.run_id,
+            "grace": 5,
+        }
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        process = subprocess.Popen(
+            [*command, "--", "--max-model-len", "512", "--enforce-eager"],
+            env={**environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture
+def run(tmp_path: Path, model_dir: Path) -> Iterator[SmallRun]:
+    with SmallRun(tmp_path, tiny_model(model_dir, seed=1), model_dir=model_dir) as run:
+        yield run
+
+
+def test_serves_a_run(serve: Callable[[SmallRun], Any], run: SmallRun) -> None:
+    """Nothing before a version is in; then tokens with their versions, also across an update."""
+    process = serve(run)
+    endpoint = json.loads(process.stdout.readline())["endpoint"]
+    with httpx.Client(
+        base_url=endpoint, headers={"Authorization": f"Bearer {DATA_TOKEN}"}, timeout=60
+    ) as http:
+        assert http.get("/health").json()["state"] == "loading"
+        chat = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 503
+        assert ask(http, "1+2=").status_code == 503
+        run.publish_full()
+        await_version(http, run)
+        first = ask(http, "1+2=").json()["choices"][0]
+        assert [span["root_digest"] for span in first["weight_versions"]] == [run.root]
+        assert len(ask(http, "1", n=3, temperature=0).json()["choices"]) == 3
+        across_an_update(http, run)
+        assert httpx.post(f"{endpoint}/tokenize", json={}).status_code == 401
+        assert http.post("/collective_rpc", json={}).status_code == 403
+        assert ask(http, "1", top_p=0.5).status_code == 400
+        tokens = http.post("/tokenize", json={"model": "m", "prompt": "1+2="})
+        assert tokens.headers["x-paceline-version-id"] == run.uid
+        assert "paceline_installs 2.0" in http.get("/metrics").text
+        (report,) = run.control.list_installed("m")
+        assert (report.root_digest, report.verified) == (run.root, "mirror-bytes")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+def across_an_update(http: httpx.Client, run: SmallRun) -> None:
+    """Let an update fall into a running request; its tokens name both versions, in order."""
+    spans: list[list[str]] = []
+
+    def ask_on() -> None:
+        while ["v1"] not in spans and len(spans) < ASKED_MAX:
+            answer = ask(http, "1+2=", max_tokens=LONG, seed=len(spans), ignore_eos=True).json()
+            found = answer["choices"][0]["weight_versions"]
+            spans.append([span["version_id"] for span in found])
+
+    thread = threading.Thread(target=ask_on)
+    thread.start()
+    run.train(share=0.02, seed=1)
+    run.publish_delta()
+    await_version(http, run)
+    thread.join(PATIENCE_S)
+    assert spans == sorted(spans)
+    assert [each for each in spans if len(each) > 1] == [["v0", "v1"]]
+    assert spans[-1] == ["v1"]
+
+
+def ask(http: httpx.Client, prompt: str, **fields: object) -> httpx.Response:
+    wanted = {"model": "m", "prompt": prompt, "max_tokens": 8, **fields}
+    return http.post("/v1/completions", json=wanted)
+
+
+def await_version(http: httpx.Client, run: SmallRun) -> None:
+    wait_until(
+        lambda: http.get("/health").json().get("root_digest") == run.root,
+        what=f"version {run.uid}",
+        clock=system_clock(),
+        timeout_s=PATIENCE_S,
+        interval_s=0.05,
+    )
