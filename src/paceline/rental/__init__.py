@@ -5,6 +5,7 @@ from paceline.rental.backends.protocol import (
     SupportsActualCost,
     SupportsBalance,
     SupportsCredentials,
+    SupportsDeathCause,
     SupportsListing,
     SupportsListingLag,
     SupportsLogs,
@@ -50,6 +51,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceState,
@@ -73,6 +75,7 @@ __all__ = [
     "CommandTimeoutError",
     "ConnectionLostError",
     "CredentialReport",
+    "DeathCause",
     "ExitCode",
     "GarbageError",
     "GoneUnrecordedError",
@@ -100,6 +103,7 @@ __all__ = [
     "SupportsActualCost",
     "SupportsBalance",
     "SupportsCredentials",
+    "SupportsDeathCause",
     "SupportsListing",
     "SupportsListingLag",
     "SupportsLogs",

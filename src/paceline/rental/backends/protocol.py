@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceStatus,
@@ -253,5 +254,17 @@ class SupportsCredentials(Protocol):
 
         Never raises for missing or refused credentials: the report says so, and what to do.
         Raises BackendError only where the answer cannot be known, such as without a network.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsDeathCause(Protocol):
+    """A backend whose answers tell why a machine is not there any more."""
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return what ``status`` says about the end of a machine that ran; asks nobody.
+
+        None: nothing that all backends' states do not say already.
         """
         ...
