@@ -268,3 +268,12 @@ class SupportsDeathCause(Protocol):
         None: nothing that all backends' states do not say already.
         """
         ...
+
+
+@runtime_checkable
+class SupportsResidue(Protocol):
+    """A backend where something can outlive a machine and go on billing."""
+
+    def residue(self, h: InstanceHandle) -> list[str]:
+        """Return what a machine that is gone has left: its disks, each by name. Reads only."""
+        ...
