@@ -443,6 +443,7 @@ def test_spot_is_asked_for_bid_for_and_known_as_such(world: World) -> None:
 def test_what_was_passed_over_is_on_record_with_the_run(world: World) -> None:
     """The plan that a slot's machine was taken from can be read afterwards."""
     world.refused = {"first-0"}
+    world.orchestrator.plan(replace(REQUEST, max_dph=2.0), explain=True)
     world.rent(max_dph=2.0)
     [why] = world.new_process().why("run-1")
     assert why["slot"] == "trainer-0"

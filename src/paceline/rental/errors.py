@@ -218,6 +218,10 @@ class RentingStoppedError(BackendError):
     exit_status = ExitStatus.INTERRUPTED
 
 
+class AllRefusedError(NoOffersError):
+    """Every backend refuses us for a reason that waiting does not mend, such as a missing key."""
+
+
 class AttemptsFailedError(NoOffersError):
     """Everything that could be tried was tried; the message has one line per attempt."""
 

@@ -14,21 +14,26 @@ from threading import Lock
 from paceline.core.clock import Clock
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.budget import Caps, Spending, assess
+from paceline.rental.costs import Billed, By, CostRow, cost_rows
 from paceline.rental.death import Death
+from paceline.rental.drivers.billing import billed
 from paceline.rental.drivers.ending import Ender, Proof
 from paceline.rental.drivers.parts import Acceptor, AskAll, RentalParts
 from paceline.rental.drivers.reconciling import Reconciler
 from paceline.rental.drivers.renting import Renter
-from paceline.rental.drivers.searching import Searcher
+from paceline.rental.drivers.searching import Plans, Searcher
 from paceline.rental.lifecycle import MachineState, is_over
 from paceline.rental.memory import HostMemory
+from paceline.rental.model import InstanceHandle
 from paceline.rental.plan import BackendAnswer, PastFailure, RentPlan, RentRequest
 from paceline.rental.reasons import Reasons
-from paceline.rental.records import Finding, Machine
+from paceline.rental.records import Finding, Machine, RentedOffer
 from paceline.store.protocol import Store
 
 __all__ = ["Orchestrator", "RentRequest", "Tick"]
 
+STRAY = "stray"
+"""The run under which a machine is put on record that was on none."""
 RECONCILE_EVERY_S = 300.0
 """How often the record of a run that is driven is compared with what backends say."""
 
@@ -54,6 +59,7 @@ class Orchestrator:
         notify: Callable[[str, dict[str, object]], None],
         accept: Acceptor | None = None,
         ask_all: AskAll | None = None,
+        plans: Plans | None = None,
     ) -> None:
         self._parts = RentalParts(
             store=store,
@@ -64,12 +70,27 @@ class Orchestrator:
             accept=accept,
             ask_all=ask_all or at_once,
         )
-        self._searcher = Searcher(self._parts)
-        self._renter = Renter(self._parts)
+        self._plans = plans or Plans()
+        self._searcher = Searcher(self._parts, self._plans)
+        self._renter = Renter(self._parts, self._searcher)
         self._ender = Ender(self._parts)
         self._reconciler = Reconciler(self._parts)
         self._looked_at_s: dict[str, float] = {}
         self._lock = Lock()
+
+    def telling(self, notify: Callable[[str, dict[str, object]], None]) -> "Orchestrator":
+        """Return one that tells somebody else, over the same backends, record and fresh plans."""
+        parts = self._parts
+        return Orchestrator(
+            store=parts.store,
+            backend=parts.backend,
+            clock=parts.clock,
+            nonce=parts.nonce,
+            notify=notify,
+            accept=parts.accept,
+            ask_all=parts.ask_all,
+            plans=self._plans,
+        )
 
     @property
     def memory(self) -> HostMemory:
@@ -101,8 +122,10 @@ class Orchestrator:
         """Begin no further attempt for a run; what waits for one ends in RentingStoppedError."""
         self._renter.stop(run_id)
 
-    def destroy(self, machine: Machine | str) -> Proof | None:
+    def destroy(self, machine: Machine | str, *, is_thorough: bool = False) -> Proof | None:
         """End a machine on record and see it gone; None for one that is over already.
+
+        ``is_thorough`` reads more than the machine's state: the listing, disks it may have left.
 
         Raises:
             UsageError: no such machine on record.
@@ -110,7 +133,7 @@ class Orchestrator:
             GoneUnrecordedError: it is gone, and only the record does not say so yet.
             StoreError: the record cannot be read, and only a label was given.
         """
-        return self._ender.destroy(machine)
+        return self._ender.destroy(machine, is_thorough=is_thorough)
 
     def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
         """Return everything on record that is not proven gone, oldest first."""
@@ -172,6 +195,30 @@ class Orchestrator:
     def cost_usd(self, run_id: str) -> float:
         """Return what all machines of a run have cost at most, by price and our own clock."""
         return self.spending(run_id).spent_usd
+
+    def cost_rows(self, by: By, run_id: str | None = None) -> list[CostRow]:
+        """Return what machines have cost at most, added up over runs, roles, backends or days."""
+        return cost_rows(self.history(run_id), by, now_s=self._parts.clock.time())
+
+    def billed(self, run_id: str) -> list[Billed]:
+        """Return what the providers have billed for a run's machines, beside our own reckoning."""
+        return billed(self._parts, self.history(run_id))
+
+    def adopt(self, instance: InstanceHandle) -> Machine:
+        """Put a machine on record that bears our label and is on none, so that it can be ended."""
+        machine = Machine(
+            label=instance.label,
+            run_id=STRAY,
+            role=STRAY,
+            index=0,
+            backend=instance.backend,
+            offer=RentedOffer(id="", gpu_name="", num_gpus=0, dph=0.0),
+            state=MachineState.CREATED,
+            intended_at=instance.created_at,
+            instance=instance,
+        )
+        self._parts.ledger.add(machine)
+        return machine
 
     def why(self, run_id: str) -> list[dict[str, object]]:
         """Return, by slot, the plan from which a run's machines were taken."""

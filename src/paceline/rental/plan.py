@@ -59,6 +59,8 @@ class BackendAnswer:
     offers: tuple[Offer, ...] = ()
     refusal: str | None = None
     """Why there are none."""
+    is_lasting: bool = False
+    """Waiting does not mend that."""
     others: tuple[Offer, ...] = ()
     """What it has beside, and what does not fit; to be told about, never to be taken."""
 
@@ -95,6 +97,8 @@ class RentPlan:
     passed_over: tuple[PassedOver, ...]
     relaxations: tuple[Relaxation, ...] = ()
     """What giving way a little would bring, one per constraint."""
+    is_hopeless: bool = False
+    """Nothing is to be had, and waiting does not mend it."""
 
     def explain(self) -> str:
         """Return one line per thing that was passed over."""
@@ -175,6 +179,7 @@ def plan_attempts(
         attempts=attempts[:num_max],
         passed_over=(*_silent(answers), *unfit, *surplus),
         relaxations=nearest(rejected, first_dph=first_dph),
+        is_hopeless=bool(answers) and all(answer.is_lasting for answer in answers),
     )
 
 

@@ -133,6 +133,8 @@ class Order:
     run_id: str
     out: Path
     stream: bool = False
+    retry_for_s: float | None = None
+    """Where no machine can be had, look again for so long."""
 
 
 def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
@@ -272,7 +274,7 @@ def _drive(
         return text
 
     journal = Journal(out / JOURNAL, clock=services.clock)
-    rental = _orchestrator(services.store, services.backend, services.clock, journal.record)
+    rental = services.rental.telling(journal.record)
     fleet = Fleet(
         FleetParts(
             job=job,
@@ -284,6 +286,7 @@ def _drive(
             ssh_pubkey_path=services.ssh_pubkey_path,
             scratch=services.run_dir(run_id),
             stream=order.stream,
+            retry_for_s=order.retry_for_s,
         )
     )
     started = datetime.fromtimestamp(services.clock.time(), tz=UTC)

@@ -326,4 +326,6 @@ def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Pa
         ssh_pubkey_path=ssh_pubkey_path,
         boot_timeout_s=role.boot_timeout_s,
         is_spot=role.spot,
+        min_reliability=role.min_reliability,
+        min_inet_down_mbps=role.min_inet_mbps,
     )

@@ -41,8 +41,10 @@ class Ender:
         self._parts = parts
         self._looker = Looker(parts)
 
-    def destroy(self, machine: Machine | str) -> Proof | None:
+    def destroy(self, machine: Machine | str, *, is_thorough: bool = False) -> Proof | None:
         """End a machine on record and see it gone; None for one that is over already.
+
+        ``is_thorough`` also reads the listing, and what the machine may have left.
 
         A record that cannot be read or written holds nothing up: a machine that goes on billing
         because a disk is full is the worse of the two.
@@ -59,7 +61,8 @@ class Ender:
             with suppress(StoreError):
                 found = self._parts.ledger.move(found, MachineState.ENDING)
         self._order(found)
-        proof = self._see_gone(found)
+        self._see_gone(found)
+        proof = self._proof(found, is_thorough=is_thorough)
         try:
             self._parts.end(found)
         except StoreError as exc:
@@ -93,7 +96,7 @@ class Ender:
         except StoreError:
             return machine
 
-    def _see_gone(self, machine: Machine) -> Proof:
+    def _see_gone(self, machine: Machine) -> None:
         """Read until the backend says gone. Raises NotProvenGoneError if it does not in time."""
         said = "nothing"
 
@@ -116,15 +119,14 @@ class Ender:
             )
         except DeadlineExceededError as exc:
             raise not_proven_gone(machine, f"last read: {said}") from exc
-        return self._proof(machine)
 
-    def _proof(self, machine: Machine) -> Proof:
+    def _proof(self, machine: Machine, *, is_thorough: bool) -> Proof:
         backend = self._parts.backend(machine.backend)
         handle = machine.handle
         reads = ["its state reads destroyed"]
-        if isinstance(backend, SupportsListing):
+        if is_thorough and isinstance(backend, SupportsListing):
             reads.append(_listed(backend, machine))
-        if isinstance(backend, SupportsResidue):
+        if is_thorough and isinstance(backend, SupportsResidue):
             reads.append(_left(backend, handle))
         return Proof(
             label=machine.label,

@@ -54,14 +54,15 @@ _HISTORY_MAX = 50
 class Renter:
     """Rents machines; several threads may use one."""
 
-    def __init__(self, parts: RentalParts) -> None:
+    def __init__(self, parts: RentalParts, searcher: Searcher) -> None:
         self._parts = parts
-        self._searcher = Searcher(parts)
+        self._searcher = searcher
         self._looker = Looker(parts)
         self._ender = Ender(parts)
         self._lock = Lock()
         self._stopped: set[str] = set()
         self._in_flight: set[str] = set()
+        self._claimed: set[tuple[str, str]] = set()
 
     @property
     def in_flight(self) -> frozenset[str]:
@@ -82,7 +83,8 @@ class Renter:
         num_rounds = 0
         while True:
             self._go_on(request)
-            plan = self._searcher.plan(request, explain=num_rounds == 0)
+            is_first = num_rounds == 0
+            plan = self._searcher.fresh_plan(request) if is_first else self._searcher.plan(request)
             Reasons(self._parts.store).record(request, plan, now_s=clock.time())
             machine = self._try_all(request, plan, history)
             if machine is not None:
@@ -106,7 +108,9 @@ class Renter:
             self._check_budget(request, offer)
             before_usd = self._spent_on(request)
             try:
-                return self._attempt(request, offer)
+                with self._claim(offer) as is_ours:
+                    if is_ours:
+                        return self._attempt(request, offer)
             except PacelineError as exc:
                 kind = kind_of(exc)
                 if kind is None:
@@ -291,6 +295,21 @@ class Renter:
             with self._lock:
                 self._in_flight.discard(machine.label)
 
+    @contextmanager
+    def _claim(self, offer: Offer) -> Iterator[bool]:
+        """Yield whether no other thread tries this offer now, where there is one machine behind."""
+        key = (offer.backend, offer.id)
+        with self._lock:
+            is_ours = not offer.host or key not in self._claimed
+            if is_ours:
+                self._claimed.add(key)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                with self._lock:
+                    self._claimed.discard(key)
+
     def _go_on(self, request: RentRequest) -> None:
         with self._lock:
             is_stopped = request.run_id in self._stopped
@@ -360,6 +379,8 @@ def bid_for(offer: Offer, request: RentRequest) -> float:
 
 def _is_passing(plan: RentPlan, history: list[Attempt]) -> bool:
     """Return whether waiting can help: not if every backend has refused us, or is wrong to ask."""
+    if plan.is_hopeless:
+        return False
     latest = {attempt.backend: attempt for attempt in history}
     if not latest:
         return True
