@@ -137,7 +137,7 @@ class _Megabytes(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"x" * 4_000_000)
 
-    def log_message(self, *_args: object) -> None:  # type: ignore[override]
+    def log_message(self, *_args: object) -> None:
         """Say nothing."""
 
 

@@ -463,7 +463,7 @@ def test_nothing_fits_and_the_error_names_what_is_nearest(world: World) -> None:
 def test_machines_of_a_backend_that_ignores_orders_stop_the_failover(world: World) -> None:
     """What cannot be proven gone ends the renting: nothing is made while something may bill."""
     world.refused = {"first-0"}
-    world.first.faults[:] = [Fault.IGNORED_TEARDOWN]
+    world.first.faults[:] = [Fault.IGNORED_TEARDOWN] * 10
     with pytest.raises(Exception, match="may still exist"):
         world.rent()
     assert len(world.orchestrator.machines()) == 1

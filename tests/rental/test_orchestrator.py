@@ -10,6 +10,7 @@ from paceline.core.errors import ExitStatus, UsageError
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
     AttemptsFailedError,
+    AuthError,
     BackendError,
     GoneUnrecordedError,
     IllegalMoveError,
@@ -196,23 +197,36 @@ def test_what_never_boots_is_destroyed(world: World) -> None:
 
 
 def test_gone_is_believed_only_when_it_was_seen(world: World) -> None:
-    """A teardown that was ignored ends in NotProvenGoneError, and a second destroy works."""
+    """Orders that are ignored again and again are an error; a later destroy works."""
     machine = world.rent()
-    world.fake.faults[:] = [Fault.IGNORED_TEARDOWN]
+    world.fake.faults[:] = [Fault.IGNORED_TEARDOWN] * 10
     with pytest.raises(NotProvenGoneError, match=r"1 \$/h: last read: state running"):
         world.orchestrator.destroy(machine)
+    assert world.fake.calls.count("teardown") > 3, "the order is given again"
     assert world.states() == [MachineState.ENDING]
+    world.fake.faults.clear()
     world.orchestrator.destroy(machine)
     assert world.states() == []
     assert world.fake.billing() == []
 
 
 def test_a_teardown_without_answer_stays_on_record_until_it_is_seen(world: World) -> None:
-    """The lost answer is an error; the next look finds it gone."""
-    machine = world.rent()
+    """An answer that was lost is no failure; a refused key is, until the next look."""
+    machine = world.rent(index=1)
     world.fake.faults[:] = [Fault.LOST_TEARDOWN_REPLY]
-    with pytest.raises(NotProvenGoneError, match="connection reset"):
+    world.orchestrator.destroy(machine)
+    assert world.states() == []
+    machine = world.rent()
+
+    def refuse(method: str) -> None:
+        if method == "teardown":
+            raise AuthError("status 401: the key is wrong")
+
+    world.fake.before_call = refuse
+    with pytest.raises(NotProvenGoneError, match="the key is wrong"):
         world.orchestrator.destroy(machine)
+    world.fake.before_call = lambda _method: None
+    world.fake.teardown(machine.handle)
     [finding] = world.new_process().reconcile()
     assert (finding.kind, finding.label) == (FindingKind.GONE, machine.label)
     assert world.orchestrator.machines() == ()

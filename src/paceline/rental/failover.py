@@ -16,9 +16,11 @@ from paceline.core.errors import DeadlineExceededError
 from paceline.rental.errors import (
     AmbiguousError,
     AuthError,
+    BackendError,
     BalanceError,
     BootFailedError,
     HostKeyChangedError,
+    IllegalMoveError,
     InstanceNotFoundError,
     NoOffersError,
     NotAcceptedError,
@@ -219,6 +221,12 @@ def kind_of(failure: Exception) -> FailureKind | None:
         *_BY_CAUSE,
     )
     return next((kind for cls, kind in kinds if isinstance(failure, cls)), None)
+
+
+def may_pass(failure: BackendError) -> bool:
+    """Return whether a machine that starts may be waited for although asking about it failed."""
+    passing = (None, FailureKind.UNSURE, FailureKind.BUSY)
+    return not isinstance(failure, IllegalMoveError) and kind_of(failure) in passing
 
 
 def _of_create(failure: ProvisionError) -> FailureKind:

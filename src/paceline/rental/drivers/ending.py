@@ -9,13 +9,21 @@ from paceline.core.waiting import wait_until
 from paceline.rental.backends.protocol import SupportsListing, SupportsResidue
 from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import POLL_S, RentalParts, not_proven_gone
-from paceline.rental.errors import BackendError, GoneUnrecordedError, InstanceNotFoundError
+from paceline.rental.errors import (
+    AuthError,
+    BackendError,
+    GoneUnrecordedError,
+    IllegalMoveError,
+    NotProvenGoneError,
+)
 from paceline.rental.lifecycle import MachineState, is_over
 from paceline.rental.model import InstanceHandle, InstanceState
 from paceline.rental.records import Machine
 from paceline.store.protocol import StoreError
 
 _GONE_TIMEOUT_S = 120.0
+_ORDER_EVERY_S = 20.0
+"""An order that was answered and not followed is given again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +68,12 @@ class Ender:
             # GONE follows from every state, so it does not matter whether this was written.
             with suppress(StoreError):
                 found = self._parts.ledger.move(found, MachineState.ENDING)
-        self._order(found)
-        self._see_gone(found)
+        self._see_gone(found, said=self._order(found))
         proof = self._proof(found, is_thorough=is_thorough)
         try:
             self._parts.end(found)
+        except IllegalMoveError:
+            return proof  # somebody else saw it gone meanwhile
         except StoreError as exc:
             raise GoneUnrecordedError(
                 f"machine {found.label} is gone, but that is not on record: {exc}. Mend that, then "
@@ -79,13 +88,18 @@ class Ender:
         except BackendError as worse:
             raise not_proven_gone(machine, f"id {instance.instance_id}: {worse}") from cause
 
-    def _order(self, machine: Machine) -> None:
+    def _order(self, machine: Machine) -> str:
+        """Tell the machine to go; return what came of it, which proves nothing.
+
+        Raises NotProvenGoneError where telling it again does not help either.
+        """
         try:
             self._parts.backend(machine.backend).teardown(machine.handle)
-        except InstanceNotFoundError:
-            pass  # an adapter that is stricter than its contract; the read after it decides
-        except BackendError as exc:
+        except (AuthError, NotProvenGoneError) as exc:
             raise not_proven_gone(machine, str(exc)) from exc
+        except BackendError as exc:
+            return str(exc)
+        return "told to go"
 
     def _find(self, machine: Machine | str) -> Machine:
         """Return the record of a machine; if none can be read, the machine as it was handed in."""
@@ -96,13 +110,19 @@ class Ender:
         except StoreError:
             return machine
 
-    def _see_gone(self, machine: Machine) -> None:
-        """Read until the backend says gone. Raises NotProvenGoneError if it does not in time."""
-        said = "nothing"
+    def _see_gone(self, machine: Machine, *, said: str) -> None:
+        """Read until the backend says gone, and give the order again where it is not followed.
+
+        Raises NotProvenGoneError if it is not seen gone in time.
+        """
+        ordered_s = self._parts.clock.monotonic()
 
         def is_gone() -> bool:
-            nonlocal said
+            nonlocal said, ordered_s
             try:
+                if self._parts.clock.monotonic() - ordered_s >= _ORDER_EVERY_S:
+                    ordered_s = self._parts.clock.monotonic()
+                    self._order(machine)
                 said = f"state {self._looker.state_of(machine)}"
             except BackendError as exc:
                 said = str(exc)

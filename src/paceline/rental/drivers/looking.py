@@ -26,18 +26,30 @@ class Look:
     note: str = ""
 
 
+CREATE_S_MAX = 120.0
+"""How long a create call may take; for one whose process died before it was answered."""
+
+
 class Looker:
     """Asks backends about machines on record."""
 
     def __init__(self, parts: RentalParts) -> None:
         self._parts = parts
 
-    def look(self, machine: Machine) -> Look:
-        """Ask the backend once for the machine's label."""
+    def look(self, machine: Machine, *, asked_until_s: float | None = None) -> Look:
+        """Ask the backend once for the machine's label.
+
+        ``asked_until_s`` is when its create call ended, Unix seconds; the machine may have been
+        made in the last moment of it. Where that is not known the longest call is assumed.
+        """
         backend = self._parts.backend(machine.backend)
         if not isinstance(backend, SupportsListing):
             return Look(note=f"{machine.backend} cannot list machines")
-        age_s = self._parts.clock.time() - machine.intended_at
+        lag_s = lag_of(backend)
+        # a listing without lag is of things that our own process makes, and that die with it
+        unknown_s = machine.intended_at + (CREATE_S_MAX if lag_s > 0 else 0.0)
+        made_s = unknown_s if asked_until_s is None else asked_until_s
+        age_s = self._parts.clock.time() - made_s
         try:
             listed = backend.list_instances(label_prefix=machine.label)
         except BackendError as exc:
@@ -45,12 +57,17 @@ class Looker:
         for instance in listed:
             if instance.label == machine.label:
                 return Look(instance=instance)
-        lag_s = lag_of(backend)
-        note = f"not listed {age_s:.0f} s after its create call; listings may be {lag_s:g} s late"
+        since_s = self._parts.clock.time() - machine.intended_at
+        note = f"not listed {since_s:.0f} s after its intent; listings may be {lag_s:g} s late"
         return Look(proves_absence=age_s >= lag_s, note=note)
 
     def resolve(
-        self, machine: Machine, *, waits: bool, failure: Exception | None = None
+        self,
+        machine: Machine,
+        *,
+        waits: bool,
+        failure: Exception | None = None,
+        asked_until_s: float | None = None,
     ) -> tuple[Machine, Look]:
         """Find out what became of an intent; with ``waits``, wait some time for a late listing.
 
@@ -58,14 +75,14 @@ class Looker:
         """
         clock = self._parts.clock
         deadline = clock.monotonic() + (self._settle_s(machine) if waits else 0.0)
-        look = self.look(machine)
+        look = self.look(machine, asked_until_s=asked_until_s)
         while look.instance is None and not look.proves_absence:
             left_s = deadline - clock.monotonic()
             backend = self._parts.backend(machine.backend)
             if left_s <= 0 or not isinstance(backend, SupportsListing):
                 raise not_proven_gone(machine, look.note) from failure
             clock.sleep(min(POLL_S, left_s))
-            look = self.look(machine)
+            look = self.look(machine, asked_until_s=asked_until_s)
         if look.instance is not None:
             return self._parts.take(machine, look.instance), look
         return self._parts.end(machine, MachineState.NEVER_CREATED), look

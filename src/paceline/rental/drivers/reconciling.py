@@ -1,12 +1,17 @@
 """Compares the record with what backends say, and mends the record. Destroys nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.rental.backends.protocol import SupportsDeathCause, SupportsListing
 from paceline.rental.death import Death, Seen, bills, cause_of
 from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import RentalParts, lag_of
-from paceline.rental.errors import BackendError, InstanceNotFoundError, NotProvenGoneError
+from paceline.rental.errors import (
+    BackendError,
+    IllegalMoveError,
+    InstanceNotFoundError,
+    NotProvenGoneError,
+)
 from paceline.rental.failover import FailureKind
 from paceline.rental.lifecycle import MachineState, is_over
 from paceline.rental.model import DeathCause, InstanceHandle, InstanceState, InstanceStatus
@@ -29,7 +34,7 @@ class Reconciler:
             finding
             for machine in records
             if not is_over(machine.state) and machine.label not in without
-            for finding in self._check(machine)
+            for finding in self._unless_moved(machine, lambda one=machine: self._check(one))
         ]
         for name in sorted({machine.backend for machine in records} | set(backends)):
             findings += self._find_unrecorded(name, run_id, without)
@@ -139,6 +144,9 @@ class Reconciler:
             ]
         if not is_over(record.state):
             return []
+        return self._unless_moved(record, lambda: self._come_back(record, instance))
+
+    def _come_back(self, record: Machine, instance: InstanceHandle) -> list[Finding]:
         if record.state is MachineState.NEVER_CREATED:
             return [_finding(FindingKind.CAME_BACK, self._parts.take(record, instance))]
         # A listing may show for a while what is gone: only a read of the machine counts.
@@ -146,6 +154,15 @@ class Reconciler:
             return []
         found = self._parts.ledger.move(record, MachineState.ENDING)
         return [_finding(FindingKind.CAME_BACK, found)]
+
+    def _unless_moved(self, machine: Machine, look: Callable[[], list[Finding]]) -> list[Finding]:
+        """Return what a look finds; nothing where somebody else moves the record meanwhile."""
+        try:
+            return look()
+        except IllegalMoveError:
+            return []
+        except BackendError as exc:
+            return [_finding(FindingKind.NOT_PROVEN, machine, str(exc))]
 
 
 def _finding(kind: FindingKind, machine: Machine, note: str = "") -> Finding:

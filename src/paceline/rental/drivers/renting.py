@@ -15,10 +15,11 @@ from paceline.rental.backends.protocol import BackendAdapter, SupportsSpot
 from paceline.rental.budget import Caps, affordable_s, assess, refuse_attempt
 from paceline.rental.drivers.ending import Ender
 from paceline.rental.drivers.looking import Looker
-from paceline.rental.drivers.parts import RentalParts
+from paceline.rental.drivers.parts import POLL_S, RentalParts
 from paceline.rental.drivers.searching import Searcher
 from paceline.rental.errors import (
     AttemptsFailedError,
+    BackendError,
     BudgetError,
     IllegalMoveError,
     NeverReadyError,
@@ -33,6 +34,7 @@ from paceline.rental.failover import (
     FailureKind,
     NextMove,
     kind_of,
+    may_pass,
     with_attempt,
 )
 from paceline.rental.lifecycle import MachineState
@@ -86,7 +88,7 @@ class Renter:
             is_first = num_rounds == 0
             plan = self._searcher.fresh_plan(request) if is_first else self._searcher.plan(request)
             Reasons(self._parts.store).record(request, plan, now_s=clock.time())
-            machine = self._try_all(request, plan, history)
+            machine = self._try_all(request, plan, history, None if is_first else until_s)
             if machine is not None:
                 return machine
             num_rounds += 1
@@ -97,20 +99,38 @@ class Renter:
             clock.sleep(wait_s)
 
     def _try_all(
-        self, request: RentRequest, plan: RentPlan, history: list[Attempt]
+        self,
+        request: RentRequest,
+        plan: RentPlan,
+        history: list[Attempt],
+        until_s: float | None,
     ) -> Machine | None:
-        """Go through a plan; None when none of its offers became a machine."""
+        """Go through a plan; None when none of its offers became a machine, or time is up."""
         refusing: set[str] = set()
         for offer in plan.attempts:
+            if until_s is not None and self._parts.clock.monotonic() > until_s:
+                return None
             if offer.backend in refusing or self._is_blocked(offer):
                 continue
-            self._go_on(request)
-            self._check_budget(request, offer)
-            before_usd = self._spent_on(request)
+            got = self._try(request, offer, history)
+            if isinstance(got, Machine):
+                return got
+            if got is NextMove.NEXT_BACKEND:
+                refusing.add(offer.backend)
+        return None
+
+    def _try(
+        self, request: RentRequest, offer: Offer, history: list[Attempt]
+    ) -> Machine | NextMove:
+        """Make one attempt; return what follows where it fails, raise where nothing does."""
+        self._go_on(request)
+        self._check_budget(request, offer)
+        before_usd = self._spent_on(request)
+        with self._claim(offer) as is_ours:
+            if not is_ours:
+                return NextMove.NEXT_OFFER
             try:
-                with self._claim(offer) as is_ours:
-                    if is_ours:
-                        return self._attempt(request, offer)
+                return self._attempt(request, offer)
             except PacelineError as exc:
                 kind = kind_of(exc)
                 if kind is None:
@@ -119,9 +139,7 @@ class Renter:
                 self._note(request, offer, kind, exc, history=history, cost_usd=cost_usd)
                 if RULES[kind].move is NextMove.STOP:
                     raise
-                if RULES[kind].move is NextMove.NEXT_BACKEND:
-                    refusing.add(offer.backend)
-        return None
+                return RULES[kind].move
 
     def _note(
         self,
@@ -200,6 +218,10 @@ class Renter:
             slice_s = max(1, int(min(left_s, paid_s, BOOT_SLICE_S)))
             try:
                 backend.wait_running(machine.handle, timeout_s=slice_s)
+            except BackendError as exc:
+                if not may_pass(exc) or clock.monotonic() + POLL_S > deadline:
+                    raise
+                clock.sleep(POLL_S)
             except DeadlineExceededError as exc:
                 if clock.monotonic() + 1 > deadline:
                     raise DeadlineExceededError(
@@ -271,7 +293,9 @@ class Renter:
     def _after_failed_create(self, machine: Machine, failure: Exception) -> Machine:
         """Return the machine if it exists after all; else raise, with the record telling why."""
         if after_failure(failure) is NextStep.LOOK_AND_STOP:
-            found, look = self._looker.resolve(machine, waits=True, failure=failure)
+            found, look = self._looker.resolve(
+                machine, waits=True, failure=failure, asked_until_s=self._parts.clock.time()
+            )
             if look.instance is not None:
                 return found
             raise failure
