@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
@@ -31,7 +32,7 @@ from paceline.testing.fakes.backend import FakeInstance, Fault, ListingFakeBacke
 from paceline.testing.scheduler import Countdown, Scheduler
 
 RUN_ID = "sim"
-TICK_S = 5.0
+TICK_S = 10.0
 BOOT_TIMEOUT_S = 600
 RETRY_FOR_S = 1200.0
 _RUN_S_MAX = 4 * 3600.0
@@ -237,9 +238,9 @@ class Simulation:
         """Take machines back, break them, and let the laptop sleep, as long as somebody drives."""
         mood = self._rng.choice((1800.0, 7200.0, 1e9))
         while self._life is not None and not self._life.is_over:
-            self._clock.sleep(30.0)
+            self._clock.sleep(60.0)
             self._watch_invariants()
-            if self._rng.random() >= 30.0 / mood:
+            if self._rng.random() >= 60.0 / mood:
                 continue
             billing = self._billing()
             if billing:
@@ -414,7 +415,7 @@ class _Life:
                 if self._adopts and running:
                     self._machines[slot] = running[0]
                     mine.remove(running[0])
-                self._spawn(slot, lambda slot=slot, mine=mine: self._fill(slot, mine))
+                self._spawn(slot, partial(self._fill, slot, mine))
 
     def _fill(self, slot: Slot, leftovers: list[Machine]) -> None:
         """End what is in the way, rent if there is nothing, and run."""
@@ -537,7 +538,7 @@ class _Life:
                 slot = Slot(role=machine.role, index=machine.index)
                 if (is_known or slot not in self._busy) and machine.label not in self._destroying:
                     self._destroying.add(machine.label)
-                    clock.spawn(lambda machine=machine: self._end(machine))
+                    clock.spawn(partial(self._end, machine))
             clock.sleep(_DESTROY_EVERY_S)
 
     def _left(self) -> bool:

@@ -106,7 +106,7 @@ class Ender:
         if isinstance(machine, str):
             return self._parts.ledger.find(machine)
         try:
-            return self._parts.ledger.find(machine.label)
+            return self._parts.ledger.again(machine)
         except StoreError:
             return machine
 

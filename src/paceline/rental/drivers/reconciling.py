@@ -1,6 +1,8 @@
 """Compares the record with what backends say, and mends the record. Destroys nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from paceline.rental.backends.protocol import SupportsDeathCause, SupportsListing
 from paceline.rental.death import Death, Seen, bills, cause_of
@@ -18,6 +20,21 @@ from paceline.rental.model import DeathCause, InstanceHandle, InstanceState, Ins
 from paceline.rental.records import LABEL_PREFIX, Finding, FindingKind, Machine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listing:
+    """What one backend lists."""
+
+    backend: str
+    prefix: str
+    instances: Sequence[InstanceHandle] = ()
+    problem: str = ""
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """Return how the backend names them."""
+        return frozenset(one.instance_id for one in self.instances)
+
+
 class Reconciler:
     """Looks at machines on record, and for machines that are on none."""
 
@@ -30,21 +47,27 @@ class Reconciler:
     ) -> tuple[Finding, ...]:
         """Bring every record up to date; ``without`` are labels that somebody works on now."""
         records = self._parts.ledger.machines(run_id)
+        names = sorted({machine.backend for machine in records} | set(backends))
+        listings = {name: self._list(name, run_id) for name in names}
+        ids = {name: listing.ids for name, listing in listings.items()}
         findings = [
             finding
             for machine in records
-            if not is_over(machine.state) and machine.label not in without
-            for finding in self._unless_moved(machine, lambda one=machine: self._check(one))
+            if not is_over(machine.state)
+            and machine.label not in without
+            and not _is_in(machine, ids[machine.backend])
+            for finding in self._unless_moved(machine, partial(self._check, machine))
         ]
-        for name in sorted({machine.backend for machine in records} | set(backends)):
-            findings += self._find_unrecorded(name, run_id, without)
+        known = {machine.label: machine for machine in self._parts.ledger.machines()}
+        for listing in listings.values():
+            findings += self._find_unrecorded(listing, known, without)
         return tuple(findings)
 
     def autopsy(self, machine: Machine, *, answers: bool) -> Death | None:
         """Return why a machine is missed; None where it is not, or where we ended it."""
         status, told, reason = self._ask(machine)
         state = None if status is None else InstanceState.parse(status.state)
-        record = self._parts.ledger.find(machine.label)
+        record = self._parts.ledger.again(machine)
         cause = cause_of(
             Seen(
                 record=record.state,
@@ -105,32 +128,37 @@ class Reconciler:
         kind = FindingKind.ADOPTED if look.instance else FindingKind.NEVER_CREATED
         return _finding(kind, found, look.note)
 
-    def _find_unrecorded(
-        self, name: str, run_id: str | None, without: frozenset[str]
-    ) -> list[Finding]:
-        """Look for machines with labels of ours that are on no live record."""
+    def _list(self, name: str, run_id: str | None) -> _Listing:
+        """Return what a backend lists under labels of ours: one call for all its machines."""
         backend = self._parts.backend(name)
-        if not isinstance(backend, SupportsListing):
-            return []
         prefix = LABEL_PREFIX if run_id is None else f"{LABEL_PREFIX}{run_id}-"
+        if not isinstance(backend, SupportsListing):
+            return _Listing(backend=name, prefix=prefix)
         try:
             listed = backend.list_instances(label_prefix=prefix)
         except BackendError as exc:
+            return _Listing(backend=name, prefix=prefix, problem=f"cannot be listed: {exc}")
+        return _Listing(backend=name, prefix=prefix, instances=tuple(listed))
+
+    def _find_unrecorded(
+        self, listing: _Listing, known: Mapping[str, Machine], without: frozenset[str]
+    ) -> list[Finding]:
+        """Look for machines with labels of ours that are on no live record."""
+        if listing.problem:
             return [
                 Finding(
                     kind=FindingKind.NOT_PROVEN,
-                    label=f"{prefix}*",
-                    backend=name,
+                    label=f"{listing.prefix}*",
+                    backend=listing.backend,
                     instance=None,
-                    note=f"cannot be listed: {exc}",
+                    note=listing.problem,
                 )
             ]
-        records = {machine.label: machine for machine in self._parts.ledger.machines()}
         return [
             finding
-            for instance in listed
+            for instance in listing.instances
             if instance.label not in without
-            for finding in self._check_listed(instance, name, records.get(instance.label))
+            for finding in self._check_listed(instance, listing.backend, known.get(instance.label))
         ]
 
     def _check_listed(
@@ -173,3 +201,11 @@ def _finding(kind: FindingKind, machine: Machine, note: str = "") -> Finding:
         instance=machine.instance,
         note=note,
     )
+
+
+def _is_in(machine: Machine, listed: frozenset[str]) -> bool:
+    """Return whether a machine whose id is known is listed, and need not be asked about.
+
+    A listing may show for a while what is gone; a later look finds that.
+    """
+    return machine.instance is not None and machine.instance.instance_id in listed

@@ -201,7 +201,7 @@ class Renter:
     def _is_ours(self, machine: Machine) -> bool:
         """Return whether nobody else has ended it; what cannot be read is taken to be ours."""
         try:
-            state = self._parts.ledger.find(machine.label).state
+            state = self._parts.ledger.again(machine).state
         except StoreError:
             return True
         return state in (MachineState.CREATED, MachineState.RUNNING)
