@@ -54,7 +54,7 @@ class PlannedRole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorstCase:
+class AtWorst:
     """The most that a plan can cost."""
 
     hourly_usd: float
@@ -111,10 +111,10 @@ def refuse_attempt(
     )
 
 
-def worst_case(roles: Iterable[PlannedRole]) -> WorstCase:
+def worst_case(roles: Iterable[PlannedRole]) -> AtWorst:
     """Return the most that a plan can cost."""
     priced = [(role, max(role.dphs), role.dphs[0]) for role in roles if role.dphs]
-    return WorstCase(
+    return AtWorst(
         hourly_usd=sum(role.count * worst for role, worst, _ in priced),
         best_hourly_usd=sum(role.count * best for role, _, best in priced),
         startup_usd=sum(role.count * best * role.boot_timeout_s / 3600 for role, _, best in priced),

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.rental import AllRefusedError, BudgetError, NoOffersError
-from paceline.rental.budget import Caps, PlannedRole, WorstCase, refuse_plan, worst_case
+from paceline.rental.budget import Caps, PlannedRole, AtWorst, refuse_plan, worst_case
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.plan import RentPlan
@@ -121,7 +121,7 @@ def total_dph(rows: Sequence[PlanRow]) -> float:
     return sum(row.dph * row.count for row in rows)
 
 
-def worst_of(rows: Sequence[PlanRow]) -> WorstCase:
+def worst_of(rows: Sequence[PlanRow]) -> AtWorst:
     """Return the most that a plan can cost."""
     return worst_case(row.planned for row in rows)
 
