@@ -8,7 +8,7 @@ from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.rental import AllRefusedError, BudgetError, NoOffersError
-from paceline.rental.budget import Caps, PlannedRole, AtWorst, refuse_plan, worst_case
+from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.plan import RentPlan
