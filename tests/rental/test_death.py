@@ -1,5 +1,8 @@
 """A machine that is missed: preempted, outbid, offline, unhealthy and ended by somebody differ."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,13 @@ from paceline.rental.backends.registry import load_backend
 from paceline.rental.death import ENDS_OF_STATES, Death, Seen, bills, cause_of
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.model import DeathCause, InstanceState, InstanceStatus
+from paceline.rental.orchestrator import Orchestrator, RentRequest
+from paceline.store.memory import MemoryStore
+from paceline.testing.clock import FakeClock
+from paceline.testing.fakes.cloud import FakeTransport
+from paceline.testing.fakes.parts import fake_parts
+from paceline.testing.fakes.registry import fake_environ
+from paceline.testing.fakes.vast import FakeVast
 
 
 def seen(state: InstanceState | None, **facts: object) -> Seen:
@@ -110,3 +120,49 @@ def test_providers_words_tell_more(
     assert isinstance(adapter, SupportsDeathCause)
     status = InstanceStatus(state, "", 0, None, None, raw)
     assert adapter.death_cause(status, is_spot=is_spot) is cause
+
+
+def test_a_lost_bid_is_told_by_the_fake_provider_itself(tmp_path: Path) -> None:
+    """Rented as spot over Vast's API, outbid there, and told apart from a lost host."""
+    clock = FakeClock()
+    fake = FakeVast(clock=clock, boot_s=1.0)
+    parts = fake_parts(
+        clock=clock,
+        state_dir=tmp_path,
+        environ={"HOME": str(tmp_path), **fake_environ(fake)},
+        transport=FakeTransport(fake),
+    )
+    make: Callable[..., BackendAdapter] = load_backend("vast")
+    backend = make(parts=parts)
+    (tmp_path / "key.pub").write_text("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0 test\n")
+    told: list[dict[str, object]] = []
+    rental = Orchestrator(
+        store=MemoryStore(clock=clock),
+        backend=lambda _name: backend,
+        clock=clock,
+        nonce=lambda: "ab",
+        notify=lambda name, fields: told.append(fields) if name == "machine.died" else None,
+    )
+    machine = rental.rent(
+        RentRequest(
+            run_id="r",
+            role="rollout",
+            index=0,
+            gpu="h100-1x",
+            backends=("vast",),
+            min_disk_gb=50,
+            max_dph=None,
+            image="ubuntu:24.04",
+            ssh_pubkey_path=tmp_path / "key.pub",
+            is_spot=True,
+        )
+    )
+    assert machine.offer.is_spot
+    assert machine.offer.host
+    assert rental.autopsy(machine, answers=True) is None
+    fake.faults.arm("outbid")
+    death = rental.autopsy(machine)
+    assert death is not None
+    assert (death.cause, death.bills) == (DeathCause.OUTBID, True)
+    assert [one["cause"] for one in told] == ["outbid"]
+    assert rental.memory.blocks(now_s=clock.time()) == []
