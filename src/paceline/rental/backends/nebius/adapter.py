@@ -194,6 +194,16 @@ class NebiusBackend:
         ]
         return [h for h in handles if h is not None and h.label.startswith(label_prefix)]
 
+    def residue(self, h: InstanceHandle) -> list[str]:
+        """Return the boot disk of a machine, where it is still there."""
+        name = mapping.disk_name_of(h.label)
+        return [
+            f"disk {text_at(row, 'metadata', 'id')}"
+            for project in self._client.projects()
+            for row in self._client.disks(_project_id(project))
+            if text_at(row, "metadata", "name") == name
+        ]
+
     def stop(self, h: InstanceHandle) -> None:
         """Halt it; its disk bills on, its address is lost."""
         self._act(h, self._client.stop, InstanceState.STOPPED)

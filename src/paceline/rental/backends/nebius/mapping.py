@@ -262,7 +262,7 @@ def create_document(
             # managed: a disk of its own would bill on after any failure
             "boot_disk": {
                 "attach_mode": "READ_WRITE",
-                "managed_disk": {"name": f"{name[:58]}-boot", "spec": disk},
+                "managed_disk": {"name": disk_name_of(label), "spec": disk},
             },
             "cloud_init_user_data": user_data,
             # otherwise a machine that shuts itself down is started again, and billed
@@ -307,6 +307,11 @@ def name_of(label: str) -> str:
     if len(label) <= _NAME_CHARS_MAX:
         return label
     return f"{label[:50]}-{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+
+
+def disk_name_of(label: str) -> str:
+    """Return the name of a machine's boot disk."""
+    return f"{name_of(label)[:58]}-boot"
 
 
 def user_data_of(public_key: str, *, user: str) -> str:
