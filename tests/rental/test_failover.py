@@ -485,3 +485,35 @@ def test_plain_backends_without_hosts_work_as_well() -> None:
     world.refused = {"first-0"}
     assert world.rent().offer.id == "first-1"
     assert ("first", "offer first-0") in world.orchestrator.memory.hosts()
+
+
+def test_two_machines_do_not_fight_over_one_offer(world: World) -> None:
+    """While one slot's machine boots, another slot takes the next offer at once."""
+    other: list[Machine] = []
+
+    def rent_beside(method: str) -> None:
+        if method == "status":
+            world.first.before_call = lambda _method: None
+            other.append(world.orchestrator.rent(replace(REQUEST, index=1)))
+
+    world.first.before_call = rent_beside
+    mine = world.rent()
+    assert [mine.offer.id, *(one.offer.id for one in other)] == ["first-0", "first-1"]
+    assert world.events("attempt.failed") == []
+    world.first.before_call = lambda _method: None
+    assert world.first.calls.count("search_offers") == 1, "one search serves both"
+
+
+def test_what_is_tried_by_another_slot_is_said(world: World) -> None:
+    """With one offer for two machines the second is told why it got none."""
+
+    def rent_beside(method: str) -> None:
+        if method == "status":
+            world.first.before_call = lambda _method: None
+            with pytest.raises(AttemptsFailedError, match="another machine is being made of it"):
+                world.orchestrator.rent(replace(REQUEST, index=1, backends=("first",)))
+
+    world.first.dphs = (1.0,)
+    world.first.before_call = rent_beside
+    assert world.rent(backends=("first",)).offer.id == "first-0"
+    assert len(world.bills()) == 1

@@ -128,6 +128,7 @@ class Renter:
         before_usd = self._spent_on(request)
         with self._claim(offer) as is_ours:
             if not is_ours:
+                history[:] = with_attempt(history, _taken_by_us(offer))
                 return NextMove.NEXT_OFFER
             try:
                 return self._attempt(request, offer)
@@ -399,6 +400,15 @@ def bid_for(offer: Offer, request: RentRequest) -> float:
         return offer.dph
     bid = offer.dph * SPOT_MARGIN
     return bid if request.max_dph is None else min(bid, request.max_dph)
+
+
+def _taken_by_us(offer: Offer) -> Attempt:
+    return Attempt(
+        backend=offer.backend,
+        offer_id=offer.id,
+        kind=FailureKind.CAPACITY,
+        reason="another machine is being made of it just now",
+    )
 
 
 def _is_passing(plan: RentPlan, history: list[Attempt]) -> bool:
