@@ -517,3 +517,15 @@ def test_what_is_tried_by_another_slot_is_said(world: World) -> None:
     world.first.before_call = rent_beside
     assert world.rent(backends=("first",)).offer.id == "first-0"
     assert len(world.bills()) == 1
+
+
+def test_what_is_over_is_not_kept_for_ever(world: World) -> None:
+    """Blocks and hosts of long ago go when the next failure is written; capacity blames no host."""
+    world.refused = {"first-0"}
+    world.rent()
+    world.clock.advance(REMEMBERED_S + 1)
+    sold_out = FailureKind.CAPACITY
+    memory = world.orchestrator.memory
+    memory.remember_failure(offer(7), sold_out, reason="taken", now_s=world.clock.time())
+    assert memory.hosts() == {}
+    assert [record.key for record in world.store.list("block/")] == ["block/offer/b/o7"]

@@ -4,7 +4,14 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from paceline.core.errors import PacelineError
-from paceline.rental.failover import Block, FailureKind, Scope, bad_place, block_for
+from paceline.rental.failover import (
+    OF_MACHINES,
+    Block,
+    FailureKind,
+    Scope,
+    bad_place,
+    block_for,
+)
 from paceline.rental.hosts import (
     HostRecord,
     Outcome,
@@ -46,9 +53,13 @@ class HostMemory:
     def remember_failure(
         self, offer: Offer, kind: FailureKind, *, reason: str, now_s: float
     ) -> None:
-        """Put on record what went wrong with an offer, and pass over what that speaks against."""
+        """Put on record what went wrong with an offer, and pass over what that speaks against.
+
+        An offer that was taken, or a request that was wrong, is not held against the host.
+        """
+        self._forget_old(now_s)
         new = block_for(kind, offer, reason=reason, now_s=now_s)
-        if new.scope in (Scope.HOST, Scope.OFFER):
+        if kind in OF_MACHINES:
             self._add(offer, Outcome(at_s=now_s, failure=kind, reason=reason))
         if new.until_s > now_s:
             place = bad_place(self.blocks(now_s=now_s), new, now_s=now_s)
@@ -87,6 +98,21 @@ class HostMemory:
         if keys:
             self._store.commit(expect={}, writes=dict.fromkeys(keys))
         return len(keys)
+
+    def _forget_old(self, now_s: float) -> None:
+        """Remove blocks whose time has come, and hosts of which nothing counts any more."""
+        old = [
+            record.key
+            for record in self._store.list(_BLOCKS)
+            if parse_block(record.value).until_s <= now_s
+        ]
+        old += [
+            record.key
+            for record in self._store.list(_HOSTS)
+            if not parse_host(record.value).recent(now_s)
+        ]
+        if old:
+            self._store.commit(expect={}, writes=dict.fromkeys(old))
 
     def _add(self, offer: Offer, outcome: Outcome) -> None:
         host = host_name(offer)
