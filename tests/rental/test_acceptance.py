@@ -5,6 +5,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -22,12 +23,20 @@ from paceline.rental.acceptance import (
 )
 from paceline.rental.backends.defaults import default_parts
 from paceline.rental.drivers.accepting import GpuAcceptance
-from paceline.rental.errors import AttemptsFailedError, NeverReadyError
-from paceline.rental.model import Offer
+from paceline.rental.errors import (
+    AttemptsFailedError,
+    CommandTimeoutError,
+    ConnectionLostError,
+    NeverReadyError,
+    NotAcceptedError,
+    SshUnreachableError,
+)
+from paceline.rental.model import ExitCode, InstanceHandle, Offer
 from paceline.rental.orchestrator import Orchestrator, RentRequest
 from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.clock import FakeClock
+from paceline.testing.fakes.backend import FakeBackend
 from paceline.testing.fakes.cloud import FakeCloud
 from paceline.testing.fakes.gpus import can_fake_gpus
 from paceline.testing.fakes.machine import has_sshd
@@ -239,3 +248,41 @@ def test_less_than_was_offered_is_sent_back(
         make().rent(request_for(key_pair, "rtx4090-2x"))
     assert isinstance(caught.value, NeverReadyError)
     assert fake.billing() == []
+
+
+class Shaky(FakeBackend):
+    """A machine whose connection breaks, or whose commands fail, before it answers."""
+
+    troubles: ClassVar[list[Exception]] = []
+
+    def run_remote(self, h: InstanceHandle, command: str, **_options: object) -> ExitCode:
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return ExitCode(0, 0.0)
+
+    def sync_from(self, h: InstanceHandle, src: str, dst: Path, **_options: object) -> None:
+        dst.write_text(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("troubles", "error"),
+    [
+        ([SshUnreachableError("refused"), ConnectionLostError("reset")], None),
+        ([SshUnreachableError("refused")] * 3, SshUnreachableError),
+        ([CommandTimeoutError("180 s")], NotAcceptedError),
+    ],
+)
+def test_a_shaky_connection_is_made_again_and_a_failed_check_is_a_no(
+    troubles: list[Exception], error: type[Exception] | None, key_pair: Path
+) -> None:
+    """Three tries to reach it; a check that cannot be made says no."""
+    clock = FakeClock()
+    backend = Shaky(clock=clock)
+    Shaky.troubles[:] = troubles
+    handle = InstanceHandle("fake", "i-1", "l", 0.0)
+    check = GpuAcceptance(clock=clock)
+    if error is None:
+        check(backend, handle, OFFER, request_for(key_pair, "h100-2x"))
+        return
+    with pytest.raises(error):
+        check(backend, handle, OFFER, request_for(key_pair, "h100-2x"))

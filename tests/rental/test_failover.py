@@ -13,6 +13,7 @@ from paceline.rental.errors import (
     ApiError,
     AttemptsFailedError,
     AuthError,
+    BackendError,
     BalanceError,
     BootFailedError,
     BudgetError,
@@ -529,3 +530,11 @@ def test_what_is_over_is_not_kept_for_ever(world: World) -> None:
     memory.remember_failure(offer(7), sold_out, reason="taken", now_s=world.clock.time())
     assert memory.hosts() == {}
     assert [record.key for record in world.store.list("block/")] == ["block/offer/b/o7"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"schema": 9}', b'{"schema": 1}'])
+def test_what_is_no_memory_of_ours_is_an_error_that_helps(content: bytes) -> None:
+    """It names the command that forgets everything."""
+    for parse in (parse_host, parse_block):
+        with pytest.raises(BackendError, match="hosts forget --all"):
+            parse(content)
