@@ -12,7 +12,7 @@ PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 
 # what must be tested whole: the code that decides
-PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/rental/failover.py,*/rental/hosts.py,*/rental/budget.py,*/rental/costs.py,*/rental/relaxing.py,*/rental/death.py,*/rental/acceptance.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types layers clients unit vllm engines coverage proto proto-check peer nightly bench docs format system image constraints clean
@@ -109,6 +109,7 @@ nightly: setup system peer  ## the simulations at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
 	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
+	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import DeadlineExceededError, UsageError
+from paceline.core.errors import ExitStatus, UsageError
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
+    AttemptsFailedError,
+    AuthError,
     BackendError,
     GoneUnrecordedError,
     IllegalMoveError,
+    NeverReadyError,
     NoOffersError,
     NotProvenGoneError,
 )
@@ -126,8 +129,9 @@ def test_capacity_moves_on_and_leaves_nothing_behind(world: World) -> None:
     world.fake.faults[:] = [Fault.NO_CAPACITY]
     assert world.rent().offer.dph == 2.0
     assert world.states() == [MachineState.RUNNING]
+    world.clock.advance(60)
     world.fake.faults[:] = [Fault.NO_CAPACITY, Fault.NO_CAPACITY]
-    with pytest.raises(NoOffersError, match=r"Tried: fake fake-0: .*; fake fake-1: "):
+    with pytest.raises(AttemptsFailedError, match=r"Tried:\n  fake fake-0: .*\n  fake fake-1: "):
         world.rent()
     assert len(world.fake.billing()) == 1
 
@@ -178,32 +182,51 @@ def test_without_a_listing_an_ambiguous_create_stays_on_record(world: World) -> 
 
 
 def test_what_never_boots_is_destroyed(world: World) -> None:
-    """The wait ends at its deadline and nothing bills."""
+    """The wait ends at its deadline, and the next offer is tried when nothing bills."""
     world.fake.faults[:] = [Fault.NEVER_BOOTS]
-    with pytest.raises(DeadlineExceededError):
+    machine = world.rent()
+    assert machine.offer.dph == 2.0
+    assert [one.handle.label for one in world.fake.billing()] == [machine.label]
+    world.orchestrator.destroy(machine)
+    world.fake.faults[:] = [Fault.NEVER_BOOTS]
+    with pytest.raises(NeverReadyError, match=r"fake-1: boot_late, 0\.033 USD: ") as caught:
         world.rent()
+    assert caught.value.exit_status is ExitStatus.NOT_READY
     assert world.fake.billing() == []
     assert world.orchestrator.machines() == ()
 
 
 def test_gone_is_believed_only_when_it_was_seen(world: World) -> None:
-    """A teardown that was ignored ends in NotProvenGoneError, and a second destroy works."""
+    """Orders that are ignored again and again are an error; a later destroy works."""
     machine = world.rent()
-    world.fake.faults[:] = [Fault.IGNORED_TEARDOWN]
+    world.fake.faults[:] = [Fault.IGNORED_TEARDOWN] * 10
     with pytest.raises(NotProvenGoneError, match=r"1 \$/h: last read: state running"):
         world.orchestrator.destroy(machine)
+    assert world.fake.calls.count("teardown") > 3, "the order is given again"
     assert world.states() == [MachineState.ENDING]
+    world.fake.faults.clear()
     world.orchestrator.destroy(machine)
     assert world.states() == []
     assert world.fake.billing() == []
 
 
 def test_a_teardown_without_answer_stays_on_record_until_it_is_seen(world: World) -> None:
-    """The lost answer is an error; the next look finds it gone."""
-    machine = world.rent()
+    """An answer that was lost is no failure; a refused key is, until the next look."""
+    machine = world.rent(index=1)
     world.fake.faults[:] = [Fault.LOST_TEARDOWN_REPLY]
-    with pytest.raises(NotProvenGoneError, match="connection reset"):
+    world.orchestrator.destroy(machine)
+    assert world.states() == []
+    machine = world.rent()
+
+    def refuse(method: str) -> None:
+        if method == "teardown":
+            raise AuthError("status 401: the key is wrong")
+
+    world.fake.before_call = refuse
+    with pytest.raises(NotProvenGoneError, match="the key is wrong"):
         world.orchestrator.destroy(machine)
+    world.fake.before_call = lambda _method: None
+    world.fake.teardown(machine.handle)
     [finding] = world.new_process().reconcile()
     assert (finding.kind, finding.label) == (FindingKind.GONE, machine.label)
     assert world.orchestrator.machines() == ()

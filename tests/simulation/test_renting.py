@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paceline.core.errors import PacelineError
 from paceline.rental.backends.protocol import BackendAdapter
+from paceline.rental.drivers.looking import CREATE_S_MAX
 from paceline.rental.ledger import Ledger
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.orchestrator import Orchestrator, RentRequest
@@ -172,7 +173,7 @@ class RentingMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """In calm weather one reconcile and one destroy each leave nothing but plain intents."""
         self._calm()
-        self.clock.advance(_LAG_S)
+        self.clock.advance(_LAG_S + CREATE_S_MAX)
         orchestrator = self.orchestrator
         orchestrator.reconcile()
         for machine in orchestrator.machines():

@@ -1,7 +1,7 @@
 """The verbs that look at runs and end them: ls, status, logs, down, gc, cost."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import click
 from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.rental import InstanceState, NotProvenGoneError, backend_names
+from paceline.rental.costs import By, CostRow
+from paceline.rental.drivers.ending import Proof
 from paceline.rental.records import Machine
 from paceline.runs import compose
 from paceline.runs.bootstrap import Guest
@@ -17,7 +19,18 @@ from paceline.runs.compose import Services
 from paceline.runs.ledger import RunRecord
 from paceline.runs.model import Slot
 from paceline.runs.owner import owner_pid
-from paceline.runs.upkeep import LeftOver, close_ended, end_left_overs, end_run, find_left_overs
+from paceline.runs.upkeep import (
+    MIN_AGE_S,
+    NUM_ENDED_MAX,
+    Ended,
+    EndRule,
+    Found,
+    LeftOver,
+    close_ended,
+    end_left_overs,
+    end_run,
+    find_left_overs,
+)
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -81,47 +94,123 @@ def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
 def down(*, run_id: str) -> None:
     """End RUN and all its machines; returns when they have been seen gone."""
     with compose.open_services() as services:
-        end_run(services, run_id, clock=services.clock)
+        proofs = end_run(services, run_id, clock=services.clock)
+    _tell_proofs(proofs)
     click.echo(f"{run_id} is over and its machines are gone")
 
 
 @click.command()
 @click.option("--yes", is_flag=True, help="End what is found.")
+@click.option("--strays", is_flag=True, help="With --yes: also what is on no record here.")
+@click.option(
+    "--min-age",
+    type=click.FloatRange(0),
+    default=MIN_AGE_S / 60,
+    show_default=True,
+    help="Minutes; a younger stray is left alone.",
+)
+@click.option(
+    "--max-kill",
+    type=click.IntRange(1),
+    default=NUM_ENDED_MAX,
+    show_default=True,
+    help="End nothing where it would be more than so many.",
+)
 @_json_option
-def gc(*, yes: bool, as_json: bool) -> None:
-    """Find machines of runs that nobody drives; with --yes end them.
+def gc(*, yes: bool, strays: bool, min_age: float, max_kill: int, as_json: bool) -> None:
+    """Find machines of runs that nobody drives, on every backend; with --yes end them.
 
-    Machines with our label that are on no record of this computer are shown as strays and never
-    ended: another computer may be driving them.
+    Machines with our label that are on no record of this computer are shown as unknown, and ended
+    only with --strays: another computer may be driving them. Machines without a label of ours are
+    counted and never ended.
     """
+    rule = EndRule(with_unknown=strays, min_age_s=min_age * 60, num_max=max_kill)
     with compose.open_services() as services:
         found = find_left_overs(services, backend_names())
-        failures = end_left_overs(services, found.machines) if yes else []
+        result = end_left_overs(services, found, rule) if yes else Ended(proofs=(), failures=())
         if not found.machines:
             close_ended(services)
-    rows = [_left_over_json(machine) for machine in found.machines]
     if as_json:
-        ended = yes and not failures
-        click.echo(json.dumps({"machines": rows, "ended": ended, "problems": found.problems}))
+        click.echo(json.dumps(_gc_json(found, result, is_ended=yes)))
     else:
-        _table(rows, ("run_id", "backend", "state", "dph", "label"), "nothing is left behind")
-        for problem in found.problems:
-            click.echo(problem, err=True)
-        if rows and not yes:
-            click.echo("end them with: paceline gc --yes", err=True)
-    if failures:
-        raise NotProvenGoneError("; ".join(str(failure) for failure in failures))
+        _tell_gc(found, result, yes=yes)
+    if result.failures:
+        raise NotProvenGoneError("; ".join(str(failure) for failure in result.failures))
+
+
+def _gc_json(found: Found, result: Ended, *, is_ended: bool) -> dict[str, object]:
+    return {
+        "machines": [_left_over_json(machine) for machine in found.machines],
+        "ended": is_ended and not result.failures,
+        "proofs": [asdict(proof) for proof in result.proofs],
+        "foreign": dict(found.num_foreign),
+        "problems": found.problems,
+    }
+
+
+def _tell_gc(found: Found, result: Ended, *, yes: bool) -> None:
+    rows = [_left_over_json(machine) for machine in found.machines]
+    columns = ("whose", "run_id", "backend", "state", "dph", "label")
+    _table(rows, columns, "nothing is left behind")
+    for name, count in found.num_foreign.items():
+        click.echo(f"{name}: {count} machines that are not ours are left alone", err=True)
+    for problem in found.problems:
+        click.echo(printable(problem), err=True)
+    _tell_proofs(result.proofs)
+    if any(machine.is_ours for machine in found.machines) and not yes:
+        click.echo("end what is ours with: paceline gc --yes", err=True)
+    if not all(machine.is_ours for machine in found.machines):
+        click.echo(
+            "what is unknown may be another computer's; if it is not: paceline gc --yes --strays",
+            err=True,
+        )
+
+
+def _tell_proofs(proofs: Sequence[Proof]) -> None:
+    for proof in proofs:
+        click.echo(printable(f"gone: {proof}"), err=True)
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", required=False)
+@click.option("--by", type=click.Choice([by.value for by in By]), help="Add up over this.")
+@click.option("--actual", is_flag=True, help="Also ask the providers what they have billed.")
 @_json_option
-def cost(*, run_id: str, as_json: bool) -> None:
-    """Show what RUN has cost so far, at most."""
+def cost(*, run_id: str | None, by: str | None, actual: bool, as_json: bool) -> None:
+    """Show what RUN has cost so far, at most; without RUN what all runs have."""
+    if actual and run_id is None:
+        raise UsageError("--actual asks about every machine of one run; name the RUN")
+    group = By(by) if by else (By.RUN if run_id is None else By.ROLE)
     with compose.open_services() as services:
-        services.ledger.get(run_id)
-        usd = services.rental.cost_usd(run_id)
-    click.echo(json.dumps({"run_id": run_id, "cost_usd": usd}) if as_json else f"{usd:.4f} USD")
+        if run_id is not None:
+            services.ledger.get(run_id)
+        rows = services.rental.cost_rows(group, run_id)
+        billed = services.rental.billed(run_id) if actual and run_id is not None else []
+    usd = sum(row.usd for row in rows)
+    if as_json:
+        found = {"cost_usd": usd, "by": group.value, "rows": [asdict(row) for row in rows]}
+        bills = [asdict(one) | {"difference_usd": one.difference_usd} for one in billed]
+        click.echo(json.dumps({"run_id": run_id, **found, "billed": bills}))
+        return
+    if by or run_id is None:
+        cells = [_cost_cells(row) for row in rows]
+        _table(cells, (group.value, "machines", "hours", "usd"), "nothing was rented")
+    click.echo(f"{usd:.4f} USD")
+    for one in billed:
+        theirs = "-" if one.theirs_usd is None else f"{one.theirs_usd:.4f}"
+        more = "" if one.difference_usd is None else f", {one.difference_usd:+.4f}"
+        note = f" ({one.note})" if one.note else ""
+        line = f"{one.label}: ours {one.ours_usd:.4f}, billed {theirs}{more}{note}"
+        click.echo(printable(line))
+
+
+def _cost_cells(row: CostRow) -> dict[str, object]:
+    return {
+        **{by.value: row.name for by in By},
+        "machines": row.num_machines,
+        "hours": f"{row.hours:.2f}",
+        "usd": f"{row.usd:.4f}",
+    }
 
 
 def _machine_json(machine: Machine) -> dict[str, object]:

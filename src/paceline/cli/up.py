@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,35 @@ from paceline.cli.progress import is_interactive, watcher_for
 from paceline.cli.streams import ReaderGoneError
 from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
-from paceline.rental import backend_names
+from paceline.rental import NoOffersError, backend_names
 from paceline.runs import compose
 from paceline.runs.charts import bytes_text
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import JobSpec
-from paceline.runs.offers import PlanRow, plan_rows, total_dph
+from paceline.runs.offers import PlanRow, patient_rows, total_dph, worst_of
 from paceline.runs.outcome import RunResult
-from paceline.runs.upkeep import end_left_overs, find_left_overs
+from paceline.runs.upkeep import EndRule, end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
+
+
+def _duration(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
+    """Read ``2h``; what a job file takes as a duration."""
+    from paceline.runs.spec import duration_s
+
+    try:
+        found = None if text is None else duration_s(float(text) if text.isdigit() else text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
+    return float(found) if isinstance(found, int | float) else None
+
+
+_retry_option = click.option(
+    "--retry-until-up",
+    metavar="DURATION",
+    callback=_duration,
+    help="Where nothing can be had, look again for so long, such as 30m or 8h.",
+)
 
 
 @click.command()
@@ -35,6 +55,7 @@ NOTE_WIDTH_MAX = 120
 @click.option("--run-id", help="Name of this run; otherwise one is made.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for logs and the report.")
 @click.option("--verbose", is_flag=True, help="Tell also what Paceline's own parts log.")
+@_retry_option
 def up(  # noqa: PLR0913 - one parameter per option
     *,
     job: Path,
@@ -44,6 +65,7 @@ def up(  # noqa: PLR0913 - one parameter per option
     run_id: str | None,
     out: Path | None,
     verbose: bool,
+    retry_until_up: float | None,
 ) -> int:
     """Run the job file JOB to its end: rent, set up, train, roll out, report, tear down."""
     if verbose:
@@ -52,13 +74,14 @@ def up(  # noqa: PLR0913 - one parameter per option
     with compose.open_services() as services:
         if not dry_run:
             _clean_up(services, spec)
-        rows = plan_rows(services, spec)
+        plan = _planned(services, spec, retry_for_s=None if dry_run else retry_until_up)
         if dry_run:
-            _show_plan(rows, as_json=as_json)
+            _show_plan(plan, as_json=as_json)
             return ExitStatus.OK
-        _show_plan(rows, as_json=False)
-        _agree(rows, yes=yes)
-        return _execute(services, spec, run_id=run_id, out=out, as_json=as_json, stream=False)
+        _show_plan(plan, as_json=False)
+        _agree(plan, yes=yes)
+        order = _order(spec, run_id, out, stream=False, retry_for_s=retry_until_up)
+        return _execute(services, order, as_json=as_json)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -71,6 +94,8 @@ def up(  # noqa: PLR0913 - one parameter per option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
 @click.option("--run-id", help="Name of this run; otherwise one is made.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for logs and the report.")
+@click.option("--spot", is_flag=True, help="A machine that may be taken back, and is cheap for it.")
+@_retry_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(  # noqa: PLR0913 - one parameter per option
     *,
@@ -83,6 +108,8 @@ def run(  # noqa: PLR0913 - one parameter per option
     as_json: bool,
     run_id: str | None,
     out: Path | None,
+    spot: bool,
+    retry_until_up: float | None,
     command: tuple[str, ...],
 ) -> int:
     """Rent one machine, run COMMAND there, bring back what it leaves in out/, tear down.
@@ -95,32 +122,55 @@ def run(  # noqa: PLR0913 - one parameter per option
     role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": line}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}
+    role |= {"spot": True} if spot else {}
     spec = job_of_command(role, budget_usd=budget_usd, backends=backend_names())
     with compose.open_services() as services:
         _clean_up(services, spec)
-        _agree(plan_rows(services, spec), yes=yes)
-        return _execute(services, spec, run_id=run_id, out=out, as_json=as_json, stream=not as_json)
+        _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
+        order = _order(spec, run_id, out, stream=not as_json, retry_for_s=retry_until_up)
+        return _execute(services, order, as_json=as_json)
 
 
-def _execute(
-    services: Services,
+def _order(
     spec: JobSpec,
-    *,
     run_id: str | None,
     out: Path | None,
-    as_json: bool,
+    *,
     stream: bool,
-) -> int:
+    retry_for_s: float | None,
+) -> Order:
     run_id = run_id or compose.new_run_id(spec.name)
-    order = Order(job=spec, run_id=run_id, out=out or compose.default_out(run_id), stream=stream)
-    watcher = watcher_for(run_id, is_plain=stream)
-    watcher.note(f"run {run_id}")
+    return Order(
+        job=spec,
+        run_id=run_id,
+        out=out or compose.default_out(run_id),
+        stream=stream,
+        retry_for_s=retry_for_s,
+    )
+
+
+def _planned(
+    services: Services, spec: JobSpec, *, retry_for_s: float | None, explain: bool = True
+) -> list[PlanRow]:
+    """Return the plan, waiting for one that can be had where that is asked for."""
+
+    def tell(problem: NoOffersError, wait_s: float) -> None:
+        click.echo(printable(f"{problem}\nlooking again in {wait_s:.0f} s"), err=True)
+
+    return patient_rows(
+        services, spec, clock=services.clock, retry_for_s=retry_for_s, tell=tell, explain=explain
+    )
+
+
+def _execute(services: Services, order: Order, *, as_json: bool) -> int:
+    watcher = watcher_for(order.run_id, is_plain=order.stream)
+    watcher.note(f"run {order.run_id}")
     try:
         result = compose.execute(services, order, watcher=watcher)
     finally:
         watcher.close()
     with suppress(ReaderGoneError):  # the status is the run's, whoever reads what it says
-        _show_result(result, as_json=as_json, is_short=stream)
+        _show_result(result, as_json=as_json, is_short=order.stream)
     return result.status
 
 
@@ -128,10 +178,10 @@ def _clean_up(services: Services, spec: JobSpec) -> None:
     """End what runs left behind whose driver is gone, before anything new is rented."""
     names = dict.fromkeys(name for role in spec.roles for name in role.backends)
     found = find_left_overs(services, names)
-    ours = [machine for machine in found.machines if machine.is_ours]
-    for machine in ours:
+    rule = EndRule()
+    for machine in rule.chosen(found):
         click.echo(f"ending {machine.label}, left by a run that nobody drives", err=True)
-    for failure in end_left_overs(services, ours):
+    for failure in end_left_overs(services, found, rule).failures:
         click.echo(f"{failure}", err=True)
 
 
@@ -148,7 +198,8 @@ def _agree(rows: list[PlanRow], *, yes: bool) -> None:
 def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
     if as_json:
         plan = [row.as_json() for row in rows]
-        click.echo(json.dumps({"plan": plan, "dph": total_dph(rows)}))
+        worst = asdict(worst_of(rows))
+        click.echo(json.dumps({"plan": plan, "dph": total_dph(rows), "worst_case": worst}))
         return
     table = Table(box=None, pad_edge=False)
     for name in ("role", "machines", "backend", "offer", "gpu"):
@@ -156,9 +207,27 @@ def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
     table.add_column("$/h", justify="right")
     for row in rows:
         dph = f"{row.dph * row.count:.2f}"
-        table.add_row(row.role, str(row.count), row.backend, row.offer_id, row.gpu, dph)
+        gpu = f"{row.gpu} spot" if row.spot else row.gpu
+        table.add_row(row.role, str(row.count), row.backend, row.offer_id, gpu, dph)
     table.add_row("total", "", "", "", "", f"{total_dph(rows):.2f}")
     Console(stderr=True, width=NOTE_WIDTH_MAX).print(table)
+    for row in rows:
+        for line in reasons_of(row):
+            click.echo(printable(f"  {row.role}: {line}"), err=True)
+    most = worst_of(rows)
+    if most.hourly_usd > 0:
+        hourly, startup = f"{most.hourly_usd:.2f} USD an hour", f"{most.startup_usd:.2f} USD"
+        click.echo(f"at worst {hourly}, and {startup} until all machines run", err=True)
+
+
+def reasons_of(row: PlanRow) -> list[str]:
+    """Return what else there is for a role, line by line."""
+    lines = [f"passed over: {one}" for one in row.passed_over]
+    lines += [f"to be had: {one}" for one in row.relaxations]
+    if row.alternatives:
+        told = ", ".join(f"{one.backend} {one.offer_id} {one.dph:.3f}" for one in row.alternatives)
+        lines.append(f"otherwise: {told} $/h")
+    return lines
 
 
 def _show_result(result: RunResult, *, as_json: bool, is_short: bool) -> None:

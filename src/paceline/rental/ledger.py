@@ -31,6 +31,13 @@ class Ledger:
                 return machine
         raise UsageError(f"no machine {label!r} on record; `paceline ls` shows those there are")
 
+    def again(self, machine: Machine) -> Machine:
+        """Return the record of a machine as it is now. Raises UsageError if there is none."""
+        record = self._store.get(machine.key)
+        if record is None:
+            raise UsageError(f"machine {machine.label!r} is on no record any more")
+        return parse_machine(record.value)
+
     def add(self, machine: Machine) -> None:
         """Write a new record. Raises ConflictError if its label was used before."""
         self._store.commit(

@@ -54,6 +54,10 @@ class Offer:
     geolocation: str
     raw: Mapping[str, object]
     """What the backend said, untouched."""
+    host: str = ""
+    """The box or owner behind it, where the backend tells: what a bad experience is about."""
+    is_spot: bool = False
+    """It may be taken back at any moment."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,25 @@ class ExitCode:
     code: int
     """The command's own status; a command ended by signal n reports 128 + n."""
     duration_s: float
+
+
+class DeathCause(StrEnum):
+    """Why a machine that was ours to use is not any more, as far as its provider tells."""
+
+    PREEMPTED = "preempted"
+    """The provider took a spot machine back; another one may be had at once."""
+    OUTBID = "outbid"
+    """Somebody bids more for it: the same bid will lose again."""
+    HOST_LOST = "host_lost"
+    """Its host is offline or does not answer; it may come back, and it may bill meanwhile."""
+    UNHEALTHY = "unhealthy"
+    """The provider itself calls it failed: another machine of the same kind will do."""
+    STOPPED = "stopped"
+    """Halted by no order of ours: an empty account, an expired contract, or somebody."""
+    DESTROYED = "destroyed"
+    """Ended by no order of ours: by somebody with the same account, or by itself."""
+    UNKNOWN = "unknown"
+    """Nobody could be asked, or what they said explains nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from paceline.rental.model import InstanceState, InstanceStatus
 
 _POLL_S = 5.0
 """How often a provider is asked; RunPod allows a request a second for a whole account."""
+_FIRST_POLL_S = 0.5
+"""How soon a fresh machine is asked again; some are there in a second."""
 DENIED_S_MAX = 180.0
 """How long a machine may refuse our key: some providers put it there after they say running."""
 
@@ -38,7 +40,7 @@ def wait_running(
         clock: what waiting is measured by.
         timeout_s: for both together.
         what: the machine, in an error.
-        interval_s: between two questions.
+        interval_s: between two questions, once it has taken a while.
         probe: reaches the machine itself, such as ``NetworkRemote.probe``: what a provider calls
             running need not answer.
 
@@ -56,6 +58,7 @@ def wait_running(
             clock=clock,
             timeout_s=timeout_s,
             interval_s=interval_s,
+            first_interval_s=_FIRST_POLL_S,
         )
     except DeadlineExceededError as exc:
         raise DeadlineExceededError(f"{exc}; {wait.obstacle}") from exc

@@ -16,6 +16,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
 from paceline.refit.control.protocol import ControlPlane
 from paceline.rental import BackendAdapter, backend_names, load_backend
+from paceline.rental.drivers.accepting import GpuAcceptance
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import is_name
 from paceline.rental.remote.keys import ensure_key_pair
@@ -43,6 +44,8 @@ CONTROL_TIMEOUT_S = 5.0
 KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Whose machines let us in without the operator's key for rented ones."""
 JOURNAL = "events.jsonl"
+NET_URL = "PACELINE_NET_PROBE_URL"
+"""What a fresh machine downloads from to show its speed; without it speed is not looked at."""
 TOKEN_ROLES = {
     RoleKind.TRAINER: "trainer",
     RoleKind.ROLLOUT: "generator",
@@ -97,15 +100,12 @@ def open_services(
     store = SqliteStore(state_dir / "paceline.sqlite", clock=clock)
     backend = cache(lambda name: load_backend(name)())
     try:
-        rental = Orchestrator(
-            store=store, backend=backend, clock=clock, nonce=system.new_nonce, notify=notify
-        )
         yield Services(
             clock=clock,
             state_dir=state_dir,
             store=store,
             ledger=RunLedger(store),
-            rental=rental,
+            rental=_orchestrator(store, backend, clock, notify),
             backend=backend,
         )
     finally:
@@ -137,6 +137,8 @@ class Order:
     run_id: str
     out: Path
     stream: bool = False
+    retry_for_s: float | None = None
+    """Where no machine can be had, look again for so long."""
 
 
 def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
@@ -287,7 +289,7 @@ def _drive(
         return text
 
     journal = Journal(out / JOURNAL, clock=services.clock)
-    rental = _with_notices(services, journal)
+    rental = services.rental.telling(journal.record)
     fleet = Fleet(
         FleetParts(
             job=job,
@@ -299,6 +301,7 @@ def _drive(
             ssh_pubkey_path=services.ssh_pubkey_path,
             scratch=services.run_dir(run_id),
             stream=order.stream,
+            retry_for_s=order.retry_for_s,
         )
     )
     started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
@@ -319,13 +322,24 @@ def _drive(
     ).execute()
 
 
-def _with_notices(services: Services, journal: Journal) -> Orchestrator:
+def _orchestrator(
+    store: Store,
+    backend: Callable[[str], BackendAdapter],
+    clock: Clock,
+    notify: Callable[[str, dict[str, object]], None],
+) -> Orchestrator:
+    """Return one that looks at every machine with GPUs before it is used."""
+    try:
+        accept = GpuAcceptance(clock=clock, net_url=system.environ().get(NET_URL, ""))
+    except ValueError as exc:
+        raise UsageError(f"{NET_URL}: {exc}; give an http address of some megabytes") from exc
     return Orchestrator(
-        store=services.store,
-        backend=services.backend,
-        clock=services.clock,
+        store=store,
+        backend=backend,
+        clock=clock,
         nonce=system.new_nonce,
-        notify=journal.record,
+        notify=notify,
+        accept=accept,
     )
 
 

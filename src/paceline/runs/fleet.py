@@ -7,7 +7,7 @@ machine outlives both.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock, Thread
@@ -36,8 +36,12 @@ class Rental(Protocol):
         """Return a machine that runs. Raises BackendError; whatever exists stays on record."""
         ...
 
-    def destroy(self, machine: Machine | str) -> None:
-        """End a machine and see it gone; idempotent.
+    def stop_renting(self, run_id: str) -> None:
+        """Begin no further attempt to rent for a run."""
+        ...
+
+    def destroy(self, machine: Machine | str) -> object:
+        """End a machine and see it gone; idempotent. What it returns says what was verified.
 
         Raises NotProvenGoneError, or GoneUnrecordedError when it is gone and cannot be written off.
         """
@@ -110,6 +114,8 @@ class FleetParts:
     """A directory of this run alone, for what is about to be copied to a machine."""
     stream: bool = False
     """Pass the output of roles through, beside writing it to their logs."""
+    retry_for_s: float | None = None
+    """Where nothing can be had now, ask again for so long."""
 
 
 class Fleet:
@@ -218,11 +224,17 @@ class Fleet:
         return Ready(slot=slot)
 
     def _request(self, slot: Slot) -> RentRequest:
-        return rent_request(
+        request = rent_request(
             self._roles[slot],
             slot.index,
             run_id=self._parts.run_id,
             ssh_pubkey_path=self._parts.ssh_pubkey_path,
+        )
+        budget = self._parts.job.budget
+        return replace(
+            request,
+            hard_usd=None if budget is None else budget.hard_usd,
+            retry_for_s=self._parts.retry_for_s,
         )
 
     def _bootstrapped(self, slot: Slot) -> Message:
@@ -313,4 +325,7 @@ def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Pa
         image=role.image,
         ssh_pubkey_path=ssh_pubkey_path,
         boot_timeout_s=role.boot_timeout_s,
+        is_spot=role.spot,
+        min_reliability=role.min_reliability,
+        min_inet_down_mbps=role.min_inet_mbps,
     )

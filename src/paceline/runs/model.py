@@ -87,6 +87,9 @@ class RoleSpec:
     spot: bool = False
     image: str = ""
     max_dph: float | None = None
+    min_reliability: float = 0.97
+    """Of the host, where its backend tells; shares of 1."""
+    min_inet_mbps: int = 500
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
     boot_timeout_s: int = 1200

@@ -1,14 +1,22 @@
-"""What each role of a job would be rented from, and for how much."""
+"""What each role of a job would be rented from, for how much, and what was passed over."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.rental import NoOffersError
+from paceline.core.clock import Clock
+from paceline.rental import AllRefusedError, BudgetError, NoOffersError
+from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
+from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
+from paceline.rental.plan import RentPlan
 from paceline.runs.fleet import rent_request
 from paceline.runs.model import JobSpec, RoleSpec
+
+NUM_ALTERNATIVES = 3
+NUM_REASONS = 5
 
 
 class Planning(Protocol):
@@ -26,8 +34,17 @@ class Planning(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """An offer that is taken when the first one cannot be had."""
+
+    backend: str
+    offer_id: str
+    dph: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """The offer that one role would take first."""
+    """The offer that one role would take first, and what else there is."""
 
     role: str
     count: int
@@ -36,32 +53,90 @@ class PlanRow:
     gpu: str
     dph: float
     """US dollars per hour for one of its machines."""
+    spot: bool
+    alternatives: tuple[Alternative, ...]
+    """What comes next, in that order."""
+    passed_over: tuple[str, ...]
+    """What is cheaper and not taken, each with its reason."""
+    relaxations: tuple[str, ...]
+    """What giving way a little would bring."""
+    planned: PlannedRole
 
     def as_json(self) -> dict[str, object]:
         """Return the row for ``--json``."""
-        return asdict(self)
+        found = asdict(self)
+        del found["planned"]
+        return found
 
 
-def plan_rows(planning: Planning, job: JobSpec) -> list[PlanRow]:
-    """Ask for all roles at once. Raises NoOffersError for the first role that nothing fits."""
+def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list[PlanRow]:
+    """Ask for all roles at once.
+
+    Raises:
+        NoOffersError: the first role that nothing fits.
+        BudgetError: the hard cap does not pay for the plan.
+    """
     with ThreadPoolExecutor(max_workers=len(job.roles)) as pool:
-        return list(pool.map(lambda role: _row(planning, role), job.roles))
+        rows = list(pool.map(lambda role: _row(planning, role, explain=explain), job.roles))
+    refusal = refuse_plan([row.planned for row in rows], caps_of(job))
+    if refusal is not None:
+        raise BudgetError(refusal)
+    return rows
 
 
-def total_dph(rows: list[PlanRow]) -> float:
+def patient_rows(
+    planning: Planning,
+    job: JobSpec,
+    *,
+    clock: Clock,
+    retry_for_s: float | None,
+    tell: Callable[[NoOffersError, float], None],
+    explain: bool,
+) -> list[PlanRow]:
+    """Return ``plan_rows``, asked for again and again where nothing fits and that is wanted."""
+    deadline_s = clock.monotonic() + (retry_for_s or 0.0)
+    tries = 0
+    while True:
+        try:
+            return plan_rows(planning, job, explain=explain)
+        except NoOffersError as exc:
+            if isinstance(exc, AllRefusedError):
+                raise
+            tries += 1
+            wait_s = AGAIN.delay_s(tries, chance=0.0) or 0.0
+            if clock.monotonic() + wait_s > deadline_s:
+                raise
+            tell(exc, wait_s)
+            clock.sleep(wait_s)
+
+
+def caps_of(job: JobSpec) -> Caps | None:
+    """Return the job's budget as the rental half has it."""
+    budget = job.budget
+    return None if budget is None else Caps(soft_usd=budget.soft_usd, hard_usd=budget.hard_usd)
+
+
+def total_dph(rows: Sequence[PlanRow]) -> float:
     """Return what all machines of a plan cost per hour."""
     return sum(row.dph * row.count for row in rows)
 
 
-def _row(planning: Planning, role: RoleSpec) -> PlanRow:
+def worst_of(rows: Sequence[PlanRow]) -> AtWorst:
+    """Return the most that a plan can cost."""
+    return worst_case(row.planned for row in rows)
+
+
+def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
     request = rent_request(role, 0, run_id="plan", ssh_pubkey_path=planning.ssh_pubkey_path)
-    plan = planning.rental.plan(request)
+    plan = planning.rental.plan(request, explain=explain)
     if not plan.attempts:
-        raise NoOffersError(
-            f"role {role.name}: nothing on offer fits {role.gpu}: {plan.explain()}; "
+        near = "".join(f"; nearest: {one}" for one in plan.relaxations)
+        kind = AllRefusedError if plan.is_hopeless else NoOffersError
+        raise kind(
+            f"role {role.name}: nothing on offer fits {role.gpu}: {plan.explain()}{near}; "
             "relax the role, or allow another backend"
         )
-    offer = plan.attempts[0]
+    offer, *others = plan.attempts
     return PlanRow(
         role=role.name,
         count=role.count,
@@ -69,4 +144,29 @@ def _row(planning: Planning, role: RoleSpec) -> PlanRow:
         offer_id=offer.id,
         gpu=role.gpu,
         dph=offer.dph,
+        spot=role.spot,
+        alternatives=tuple(
+            Alternative(backend=one.backend, offer_id=one.id, dph=one.dph)
+            for one in others[:NUM_ALTERNATIVES]
+        ),
+        passed_over=cheaper_reasons(plan),
+        relaxations=tuple(map(str, plan.relaxations)),
+        planned=PlannedRole(
+            role=role.name,
+            count=role.count,
+            boot_timeout_s=role.boot_timeout_s,
+            dphs=tuple(one.dph for one in plan.attempts),
+        ),
     )
+
+
+def cheaper_reasons(plan: RentPlan) -> tuple[str, ...]:
+    """Return why what is cheaper than the first attempt was passed over, cheapest first."""
+    first_dph = plan.attempts[0].dph if plan.attempts else float("inf")
+    cheaper = [left for left in plan.passed_over if left.dph is not None and left.dph < first_dph]
+    told = [
+        f"{left.backend} {left.offer_id} at {left.dph:.3f} $/h: {', '.join(left.reasons)}"
+        for left in sorted(cheaper, key=lambda left: left.dph or 0.0)[:NUM_REASONS]
+    ]
+    silent = [left for left in plan.passed_over if left.offer_id is None]
+    return (*told, *(f"{left.backend}: {', '.join(left.reasons)}" for left in silent))

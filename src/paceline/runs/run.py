@@ -417,6 +417,7 @@ class RunDriver:
         look for its machine now could prove wrongly that there is none.
         """
         due_s: dict[str, float] = {}
+        self._parts.rental.stop_renting(self._parts.run_id)
 
         def is_gone() -> bool:
             renting, now_s = self._parts.fleet.renting, self._parts.clock.monotonic()

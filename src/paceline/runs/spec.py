@@ -259,6 +259,8 @@ class _Role(_Section):
     spot: bool = False
     image: str = ""
     max_dph: _Positive | None = None
+    min_reliability: Annotated[float, Field(ge=0, le=1)] = 0.97
+    min_inet_mbps: Annotated[int, Field(ge=0, le=1_000_000)] = 500
     restart: Literal["never", "on-failure", "always"] | None = None
     max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
     boot_timeout: _Duration = 1200.0
@@ -436,6 +438,8 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
         spot=role.spot,
         image=role.image,
         max_dph=role.max_dph,
+        min_reliability=role.min_reliability,
+        min_inet_mbps=role.min_inet_mbps,
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
         boot_timeout_s=math.ceil(role.boot_timeout),

@@ -1,21 +1,25 @@
 """Find and end what runs left behind whose driver is gone. Used by ``gc``, ``down`` and ``up``.
 
-A run whose driver lives is never touched. Strays, machines that bear our label and are on no
-record of this computer, are shown and left alone: another computer may be driving them.
+A run whose driver lives is never touched. What bears our label and is on no record of this computer
+is shown, and ended only where that is asked for: another computer may be driving it. What bears no
+label of ours is counted and never ended.
 """
 
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import MissingExtraError, PacelineError
+from paceline.core.errors import MissingExtraError, PacelineError, UsageError
 from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
+from paceline.rental.drivers.ending import Proof
+from paceline.rental.market import ask_all
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
 from paceline.runs.bootstrap import CONTROL_SECRETS, KIT_PREFIX
@@ -23,10 +27,21 @@ from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.owner import owner_pid
 
 DOWN_TIMEOUT_S = 300.0
+LIST_TIMEOUT_S = 60.0
+"""For all backends together; one that is slower is named as not asked."""
+MIN_AGE_S = 600.0
+"""A machine on no record that is younger may be on its way onto another computer's."""
+NUM_ENDED_MAX = 50
+"""More than this are not ended in one go: that many orphans are more likely a mistake of ours."""
 
 
 class Keeping(Protocol):
     """What upkeep works with."""
+
+    @property
+    def clock(self) -> Clock:
+        """What time it is."""
+        ...
 
     @property
     def ledger(self) -> RunLedger:
@@ -47,21 +62,32 @@ class Keeping(Protocol):
         ...
 
 
+class Whose(StrEnum):
+    """Who can be sure about a machine."""
+
+    OURS = "ours"
+    """On record here, of a run that nobody drives."""
+    UNKNOWN = "unknown"
+    """It bears a label of ours and is on no record here: another computer's, or lost with one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOver:
-    """One machine that nobody drives."""
+    """One machine that nobody drives, as far as this computer knows."""
 
+    whose: Whose
     run_id: str | None
     label: str
     backend: str
     instance_id: str | None
     state: str
     dph: float
+    age_s: float
 
     @property
     def is_ours(self) -> bool:
-        """Say whether it is on record here; a stray is not, and is not ended."""
-        return self.run_id is not None
+        """Say whether it is on record here."""
+        return self.whose is Whose.OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,42 +96,93 @@ class Found:
 
     machines: tuple[LeftOver, ...]
     problems: tuple[str, ...]
+    num_foreign: Mapping[str, int]
+    """Backend -> machines of the account that bear no label of ours; they are never touched."""
+    strays: Mapping[str, InstanceHandle]
+    """Label -> machine, of those that are on no record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What came of ending."""
+
+    proofs: tuple[Proof, ...]
+    failures: tuple[PacelineError, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRule:
+    """Which of what was found is ended."""
+
+    with_unknown: bool = False
+    min_age_s: float = MIN_AGE_S
+    num_max: int = NUM_ENDED_MAX
+
+    def chosen(self, found: Found) -> tuple[LeftOver, ...]:
+        """Return what is to be ended. Raises UsageError when that is more than may be at once."""
+        chosen = tuple(
+            machine
+            for machine in found.machines
+            if machine.is_ours or (self.with_unknown and machine.age_s >= self.min_age_s)
+        )
+        if len(chosen) > self.num_max:
+            raise UsageError(
+                f"{len(chosen)} machines would be ended and at most {self.num_max} may be in one "
+                "go; nothing was ended. Look at the list, then say --max-kill"
+            )
+        return chosen
 
 
 def find_left_overs(keeping: Keeping, backends: Iterable[str]) -> Found:
     """Look at the record and at ``backends``; mends the record, ends nothing."""
     problems: list[str] = []
-    listed = list(_listed(keeping, backends, problems))
+    listed = _listed(keeping, list(backends), problems)
+    ours = [one for one in listed if one.label.startswith(LABEL_PREFIX)]
+    foreign = [one.backend for one in listed if not one.label.startswith(LABEL_PREFIX)]
     runs = keeping.ledger.list()
     on_record = keeping.rental.machines()
     alive = {machine.label for machine in on_record}
-    strays, look_at = [], {machine.run_id for machine in on_record}
-    for handle in listed:
+    strays: dict[str, InstanceHandle] = {}
+    look_at = {machine.run_id for machine in on_record}
+    for handle in ours:
         if handle.label not in alive:
             run = _run_of(handle.label, runs)
             if run is None:
-                strays.append(_stray(handle))
+                strays[handle.label] = handle
             else:
                 look_at.add(run.run_id)
+    now_s = keeping.clock.time()
     left: list[LeftOver] = []
     for run_id in sorted(look_at):
         if owner_pid(keeping.run_dir(run_id)) is None:
             keeping.rental.reconcile(run_id=run_id)
-            left += [_left_over(machine) for machine in keeping.rental.machines(run_id)]
-    return Found(machines=(*left, *strays), problems=tuple(problems))
+            left += [_left_over(one, now_s) for one in keeping.rental.machines(run_id)]
+    return Found(
+        machines=(*left, *(_stray(handle, now_s) for handle in strays.values())),
+        problems=tuple(problems),
+        num_foreign={name: foreign.count(name) for name in dict.fromkeys(foreign)},
+        strays=strays,
+    )
 
 
-def end_left_overs(keeping: Keeping, left: Sequence[LeftOver]) -> list[PacelineError]:
-    """End every machine of ours in ``left``, close what runs it ends, return what failed."""
+def end_left_overs(keeping: Keeping, found: Found, rule: EndRule) -> Ended:
+    """End what the rule chooses, close the runs that this ends, and say what was seen and what not.
+
+    Raises UsageError, before anything is ended, when the rule chooses too many.
+    """
     failures: list[PacelineError] = []
-    for machine in left:
-        if machine.is_ours:
-            try:
-                keeping.rental.destroy(machine.label)
-            except PacelineError as exc:
-                failures.append(exc)
+    proofs: list[Proof] = []
+    for machine in rule.chosen(found):
+        try:
+            if not machine.is_ours:
+                keeping.rental.adopt(found.strays[machine.label])
+            proof = keeping.rental.destroy(machine.label, is_thorough=True)
+        except PacelineError as exc:
+            failures.append(exc)
+        else:
+            proofs += [proof] if proof is not None else []
     close_ended(keeping)
-    return failures
+    return Ended(proofs=tuple(proofs), failures=tuple(failures))
 
 
 def close_ended(keeping: Keeping) -> None:
@@ -124,20 +201,26 @@ def _remove_secrets(run_dir: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _listed(
-    keeping: Keeping, backends: Iterable[str], problems: list[str]
-) -> Iterable[InstanceHandle]:
-    for name in backends:
-        try:
-            backend = keeping.backend_of(name)
-            if isinstance(backend, SupportsListing):
-                yield from backend.list_instances(label_prefix=LABEL_PREFIX)
-            else:
-                problems.append(f"{name} cannot list machines: only what is on record is known")
-        except (MissingKeyError, MissingExtraError):
-            continue  # nothing can be rented there; what is on record is asked about all the same
-        except PacelineError as exc:
-            problems.append(f"{name} was not asked: {exc}")
+def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list[InstanceHandle]:
+    """Return every machine of the accounts that we have keys for, asking all at once."""
+
+    def ask(name: str) -> list[InstanceHandle] | None:
+        backend = keeping.backend_of(name)
+        return backend.list_instances() if isinstance(backend, SupportsListing) else None
+
+    found: list[InstanceHandle] = []
+    for answer in ask_all(names, ask, clock=keeping.clock, timeout_s=LIST_TIMEOUT_S):
+        name, failure = answer.backend, answer.failure
+        if failure is None and answer.value is None:
+            problems.append(f"{name} cannot list machines: only what is on record is known")
+        elif isinstance(failure, PacelineError | TimeoutError):
+            # without a key nothing can be rented; what is on record is asked about all the same
+            if not isinstance(failure, MissingKeyError | MissingExtraError):
+                problems.append(f"{name} was not asked: {failure}")
+        elif failure is not None:
+            raise failure
+        found += answer.value or []
+    return found
 
 
 def _run_of(label: str, runs: Sequence[RunRecord]) -> RunRecord | None:
@@ -146,30 +229,36 @@ def _run_of(label: str, runs: Sequence[RunRecord]) -> RunRecord | None:
     return max(fitting, key=lambda run: len(run.run_id), default=None)
 
 
-def _left_over(machine: Machine) -> LeftOver:
+def _left_over(machine: Machine, now_s: float) -> LeftOver:
     return LeftOver(
+        whose=Whose.OURS,
         run_id=machine.run_id,
         label=machine.label,
         backend=machine.backend,
         instance_id=machine.instance.instance_id if machine.instance else None,
         state=machine.state.value,
         dph=machine.offer.dph,
+        age_s=now_s - machine.intended_at,
     )
 
 
-def _stray(handle: InstanceHandle) -> LeftOver:
+def _stray(handle: InstanceHandle, now_s: float) -> LeftOver:
     return LeftOver(
+        whose=Whose.UNKNOWN,
         run_id=None,
         label=handle.label,
         backend=handle.backend,
         instance_id=handle.instance_id,
         state="stray",
         dph=0.0,
+        age_s=now_s - handle.created_at,
     )
 
 
-def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> None:
+def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> list[Proof]:
     """End a run: ask its driver to, or do it when there is none. Returns when it is over.
+
+    What is returned proves the end of what was still there.
 
     Raises:
         UsageError: no such run.
@@ -190,6 +279,9 @@ def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> None:
             interval_s=0.2,
         )
     keeping.rental.reconcile(run_id=run_id)
-    for machine in keeping.rental.machines(run_id):
-        keeping.rental.destroy(machine.label)
+    proofs = [
+        keeping.rental.destroy(machine.label, is_thorough=True)
+        for machine in keeping.rental.machines(run_id)
+    ]
     close_ended(keeping)
+    return [proof for proof in proofs if proof is not None]

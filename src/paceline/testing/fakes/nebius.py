@@ -41,6 +41,7 @@ _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _FAULTS = {
     "delete-refused": "a delete is refused while something else goes on",
     "preempt": "a preemptible machine is stopped",
+    "disk-stays": "a disk outlives its machine, and bills on",
     "limit-reached": "the advice says that a platform has nothing left",
 }
 
@@ -55,6 +56,7 @@ class FakeNebius(FakeCloud):
         super().__init__(**options)  # type: ignore[arg-type]  # the options of FakeCloud
         self.disks: dict[str, str] = {}
         """Boot disk -> machine; one whose machine is gone is a leak."""
+        self.disk_names: dict[str, str] = {}
         self._num_made = 0
         self._operations: dict[str, Any] = {}
         self._by_idempotency_key: dict[str, Any] = {}
@@ -88,6 +90,8 @@ class FakeNebius(FakeCloud):
             is_due = isinstance(told_s, float) and self.now_s() >= told_s + _DELETING_S
             if is_due and rental.ended_at is None:
                 self.close_rental(rental)
+                if self.faults.strikes("disk-stays"):
+                    continue
                 self.disks = {
                     disk: owner for disk, owner in self.disks.items() if owner != rental.instance_id
                 }
@@ -104,6 +108,7 @@ class FakeNebius(FakeCloud):
             "compute.v1.InstanceService/Delete": (compute.DeleteInstanceRequest, self._delete),
             "compute.v1.InstanceService/Stop": (compute.StopInstanceRequest, self._stop),
             "compute.v1.InstanceService/Start": (compute.StartInstanceRequest, self._start),
+            "compute.v1.DiskService/List": (compute.ListDisksRequest, self._list_disks),
             "compute.v1.PlatformService/List": (compute.ListPlatformsRequest, self._platforms),
             "vpc.v1.SubnetService/List": (vpc.ListSubnetsRequest, self._subnets),
             "iam.v1.TenantService/List": (iam.ListTenantsRequest, self._tenants),
@@ -181,9 +186,17 @@ class FakeNebius(FakeCloud):
             "labels": dict(asked.metadata.labels),
             "spec": asked.spec,
         }
+        platform, preset = asked.spec.resources.platform, asked.spec.resources.preset
+        memory_gb = next((row[1] for row in _PLATFORMS if row[0] == platform), 0)
+        width = re.match(r"([0-9]+)gpu-", preset)
+        if width is not None:
+            count = int(width.group(1))
+            self.put_gpus(rental, platform, count=count, memory_mb=memory_gb * 1024)
         script = asked.spec.cloud_init_user_data
         rental.public_keys = re.findall(r"(?:ssh|ecdsa)-[a-z0-9@.-]+ [A-Za-z0-9+/]+=*", script)
-        self.disks[f"computedisk-e00{self._num_made:06d}"] = rental.instance_id
+        disk_id = f"computedisk-e00{self._num_made:06d}"
+        self.disks[disk_id] = rental.instance_id
+        self.disk_names[disk_id] = disk.name if disk is not None else ""
         return rental
 
     def _get(self, request: Request, asked: Any) -> Reply:
@@ -210,6 +223,15 @@ class FakeNebius(FakeCloud):
                 next_page_token=str(last) if last < len(rows) else "",
             )
         )
+
+    def _list_disks(self, request: Request, asked: Any) -> Reply:
+        items = [
+            compute.Disk(
+                metadata=common.ResourceMetadata(id=disk_id, name=self.disk_names[disk_id])
+            )
+            for disk_id in self.disks
+        ]
+        return _answer(compute.ListDisksResponse(items=items))
 
     def _delete(self, request: Request, asked: Any) -> Reply:
         rental = self._alive(asked.id)

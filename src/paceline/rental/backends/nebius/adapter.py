@@ -24,6 +24,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceState,
@@ -193,6 +194,16 @@ class NebiusBackend:
         ]
         return [h for h in handles if h is not None and h.label.startswith(label_prefix)]
 
+    def residue(self, h: InstanceHandle) -> list[str]:
+        """Return the boot disk of a machine, where it is still there."""
+        name = mapping.disk_name_of(h.label)
+        return [
+            f"disk {text_at(row, 'metadata', 'id')}"
+            for project in self._client.projects()
+            for row in self._client.disks(_project_id(project))
+            if text_at(row, "metadata", "name") == name
+        ]
+
     def stop(self, h: InstanceHandle) -> None:
         """Halt it; its disk bills on, its address is lost."""
         self._act(h, self._client.stop, InstanceState.STOPPED)
@@ -207,6 +218,10 @@ class NebiusBackend:
     def self_destroy_recipe(self, h: InstanceHandle) -> SelfDestroyRecipe:
         """Return how it halts itself, which is less than an end."""
         return mapping.self_destroy_recipe()
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return why it is not there any more: a preemption looks like a halt."""
+        return mapping.death_cause(status, is_spot=is_spot)
 
     def check(self) -> CredentialReport:
         """Find the credentials and try them; the provider tells no balance."""

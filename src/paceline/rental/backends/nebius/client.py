@@ -209,6 +209,15 @@ class NebiusClient:
             {"parent_id": project_id},
         )
 
+    def disks(self, project_id: str) -> list[Mapping[str, object]]:
+        """Return every disk of a project."""
+        return self._pages(
+            "nebius.compute.v1.DiskService",
+            compute.ListDisksRequest,
+            compute.ListDisksResponse,
+            {"parent_id": project_id},
+        )
+
     def delete(self, instance_id: str) -> None:
         """Delete a machine. Raises AbsentError where it does not exist."""
         self._act("Delete", compute.DeleteInstanceRequest, instance_id)
