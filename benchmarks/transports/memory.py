@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 from bars import Bar, at_most
-from transports.processes import answer_of, beside
 
+from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.manifest.payload import describe_object, render_header
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Scheme, Segment
 from paceline.refit.model import Shard, TensorEntry, WeightPayloadFormat
-from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.system import chance, system_clock
+from transports.processes import answer_of, beside
 
 _TOKEN = "of-this-benchmark"  # noqa: S105 - not a secret
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from bars import Bar, at_least
-from transports.processes import beside
 
 from paceline.refit.control.tls import issue, new_authority
 from paceline.refit.model import ObjectRange
@@ -23,6 +22,7 @@ from paceline.refit.transports.http.server import (
 )
 from paceline.refit.transports.protocol import Part, Terms, read_parts
 from paceline.system import chance, system_clock
+from transports.processes import beside
 
 _TOKEN = "of-this-benchmark"  # noqa: S105 - not a secret
 _WINDOW = 64 * 2**20
@@ -109,9 +109,7 @@ def _read(reader: HttpObjectReader, endpoint: str, num_bytes: int, target: memor
         size = min(len(target), num_bytes - start)
         parts = [
             Part(
-                wanted=ObjectRange(
-                    object_id="ab", offset=start + at, size=min(_PART, size - at)
-                ),
+                wanted=ObjectRange(object_id="ab", offset=start + at, size=min(_PART, size - at)),
                 target=target[at : at + min(_PART, size - at)],
             )
             for at in range(0, size, _PART)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from bars import Bar, at_least
-from transports.processes import beside
 
 from paceline.refit.digest import content_digest
 from paceline.refit.model import ObjectRange
@@ -19,6 +18,7 @@ from paceline.refit.transports.nixl.reader import NixlObjectReader
 from paceline.refit.transports.nixl.server import NixlObjectServer
 from paceline.refit.transports.protocol import Part, Terms
 from paceline.system import chance, system_clock
+from transports.processes import beside
 
 _TOKEN = "of-this-benchmark"  # noqa: S105 - not a secret
 _TENSORS = 200

@@ -1,4 +1,7 @@
 """x"""
+
 from bars import Bar
+
+
 def measure(n: int) -> list[Bar]:
     return []
