@@ -294,6 +294,24 @@ def reads_ours() -> None:
                     show(uid=uid, tensor=name, sha256=hashlib.sha256(data).hexdigest())
 
 
+def shard_table() -> None:
+    """Read a NIXL manifest of ours as their receiver does, up to what it would plan to read."""
+    from modelexpress.refit.reshard.rendezvous import build_sources, decode_shard_table
+
+    blob = Path(os.environ["TABLE"]).read_bytes()
+    sources, agents, devices = build_sources(decode_shard_table(blob))
+    show(agents=sorted(agents.values()), devices=sorted(set(devices.values())))
+    for name, found in sorted(sources.items()):
+        (shard,) = found.shards
+        show(
+            tensor=name,
+            dtype=str(found.dtype),
+            shape=list(found.global_shape),
+            elsize=found.elsize,
+            addr=shard.addr,
+        )
+
+
 def torch_uint8() -> Any:
     """Return the dtype of plain bytes."""
     import torch
@@ -376,7 +394,9 @@ def generator(seed: Path, root: Path) -> Any:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (descriptors, control, workers, storage, reads_ours)}[sys.argv[1]]()
+    {f.__name__: f for f in (descriptors, control, workers, storage, reads_ours, shard_table)}[
+        sys.argv[1]
+    ]()
     # Their libraries leave threads behind that would keep the process.
     sys.stdout.flush()
     os._exit(0)
