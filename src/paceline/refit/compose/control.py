@@ -11,11 +11,11 @@ from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import LazyEntry, load_entry
+from paceline.refit.compose.data import DataPlane, open_reader
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.model import ObjectStorageSource
-from paceline.refit.transports.registry import OBJECT_READERS
 from paceline.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -263,10 +263,7 @@ def verify_version(plane: ControlClient, uid: str, *, data_token: str | None) ->
     problems = list(check_chain(chain, shards))
     if data_token is None:
         return problems
-    reader_class: Any = load_entry(OBJECT_READERS, "http", port="transport")
-    reader = reader_class(
-        token=lambda: data_token, clock=system.system_clock(), chance=system.chance
-    )
+    reader = open_reader(DataPlane(), token=lambda: data_token, name="verify")
     try:
         for offered in shards.values():
             problems += check_manifests(
