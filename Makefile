@@ -88,7 +88,7 @@ $(PEER_VENV)/.done: Makefile
 peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests talk to
 
 nightly: setup system peer  ## the simulations at length
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py tests/refit/receiver/test_fetch.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

@@ -21,6 +21,9 @@ GAUGES: Final[dict[str, str]] = {
     "installs": "Weight versions installed since the start",
     "refusals": "Weight versions refused or failed since the start",
     "fetched_bytes": "Payload bytes fetched since the start",
+    "fetch_seconds": "Seconds of transfers since the start",
+    "fetch_retries": "Times a transfer was taken up again since the start",
+    "fetch_problems": "Transfers that a source failed or lied in since the start",
     "refit_seconds": "From seeing a version READY to serving it, last install",
     "pause_seconds": "How long no forward pass could start, last install",
 }

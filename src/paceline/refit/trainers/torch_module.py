@@ -7,6 +7,7 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,6 +42,7 @@ from paceline.refit.staging.torch_bytes import (
     is_host_block,
 )
 from paceline.refit.trainers.protocol import TrainerEngineAdapter
+from paceline.refit.transports.protocol import ObjectServer
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +63,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     be called from any thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of their own, all but one with defaults
         self,
         *,
         clock: Clock,
@@ -70,6 +72,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         wire_dtypes: Mapping[str, str] | None = None,
         arenas: int = 4,
         arena_wait_s: float = 0.0,
+        storage: ObjectServer | None = None,
     ) -> None:
         """Set up; tensors come with ``bind_tensors``.
 
@@ -82,7 +85,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             arenas: copies of the weights in host memory: the base, the one being captured, the
                 newest anchor, and one for readers that are slow.
             arena_wait_s: how long staging waits for a free arena before it refuses.
+            storage: where WRITE_TO_STORAGE uploads to; stays the caller's.
         """
+        self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
         self._wire_dtypes = _checked(wire_dtypes or {})
@@ -101,8 +106,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
     @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
-        """COPY_TO_HOST; IN_PLACE too, unless something is to be cast."""
+        """COPY_TO_HOST; IN_PLACE, unless something is to be cast; WRITE_TO_STORAGE with one."""
         modes = {TrainerStagingMode.COPY_TO_HOST}
+        if self._storage is not None:
+            modes.add(TrainerStagingMode.WRITE_TO_STORAGE)
         if not self._wire_dtypes:
             modes.add(TrainerStagingMode.IN_PLACE)
         return frozenset(modes)
@@ -135,7 +142,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
         Args:
             tensors: what was bound, or None.
-            staging_mode: COPY_TO_HOST or IN_PLACE (full payloads only).
+            staging_mode: COPY_TO_HOST; IN_PLACE (full payloads only); or WRITE_TO_STORAGE, which
+                uploads in the background until the fence: training goes on meanwhile.
             payload_format: FULL_TENSOR, or XOR_DELTA once a version was committed.
 
         Raises:
@@ -156,7 +164,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             self._ring.drop(arena)
             raise
         record = _Staged(capture=capture, arena=arena, is_delta=is_delta)
-        return self._remember(buffers, record, CompletionFence(lambda: None))
+        fence = CompletionFence(lambda: None)
+        if staging_mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
+            fence = _upload(self._storage, buffers)
+        return self._remember(buffers, record, fence)
 
     def stage_committed(self) -> StagedWeightVersionShardData:
         """Stage the last committed weights as a full version, without copying them again.
@@ -289,6 +300,23 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         if record.arena is not None:
             self._ring.drop(record.arena)
             record.arena = None
+
+
+def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
+    """Begin to upload, and return what waits for the end of it."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            for item in buffers.objects:
+                storage.serve_object(item.object_id, item.parts)
+        except BaseException as exc:  # noqa: BLE001 - raised by the fence
+            done.set_exception(exc)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="paceline-upload", daemon=True).start()
+    return CompletionFence(done.result)
 
 
 def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:

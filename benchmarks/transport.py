@@ -1,0 +1,44 @@
+"""The data plane against what the machine gives, and against the peer; ratios within one run.
+
+``--size-mib`` measures at another size than 1 GiB, ``--only`` some of the questions: for working
+on them, not for figures.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import bars
+from bars import Bar
+from transports import memory, over_http, over_nixl, over_s3
+
+_SIZE_BYTES = 2**30
+_QUESTIONS: dict[str, Callable[[int], Sequence[Bar]]] = {
+    "nixl": over_nixl.measure,
+    "http": over_http.measure,
+    "memory": memory.measure,
+    "s3": over_s3.measure,
+}
+
+
+def _option(name: str, default: str) -> str:
+    """Take an option of ours out of the command line; the rest is for ``bars``."""
+    if name not in sys.argv:
+        return default
+    at = sys.argv.index(name)
+    value = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    return value
+
+
+def main() -> None:
+    """Measure and print."""
+    size = int(_option("--size-mib", str(_SIZE_BYTES // 2**20))) * 2**20
+    only = _option("--only", ",".join(_QUESTIONS)).split(",")
+    bars.run(
+        lambda: [bar for name in only for bar in _QUESTIONS[name](size)],
+        "The data plane: NIXL, HTTP, memory, object stores.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/transport.py``, one module per question."""
