@@ -110,6 +110,7 @@ nightly: setup system peer  ## the simulations at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
 	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
 	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/receiver/test_fetch.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

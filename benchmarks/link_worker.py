@@ -168,7 +168,8 @@ class TimedSpread(Spread):
         found = super().fetch(order)
         seconds = time.perf_counter() - started
         size = sum(item.num_bytes for item in order.manifest.objects)
-        say(fetched=order.sources[0].version_id, bytes=size, fetch_s=seconds)
+        uid = order.sources[0].version_id
+        say(fetched=uid, bytes=size, fetch_s=seconds, at=time.time())
         return found
 
 

@@ -45,14 +45,14 @@ def measure(num_bytes: int) -> list[Bar]:
             )
             seconds: dict[str, list[float]] = {"bare": [], "http": [], "https": []}
             for _ in range(_ROUNDS):
-                for name in seconds:
+                for name, found in seconds.items():
                     started = time.perf_counter()
                     if name == "bare":
                         _read_bare(port, num_bytes, target.data)
                     else:
                         endpoint = plain if name == "http" else secret
                         _read(reader, endpoint, num_bytes, target.data)
-                    seconds[name].append(time.perf_counter() - started)
+                    found.append(time.perf_counter() - started)
             reader.close()
     median = {name: statistics.median(found) for name, found in seconds.items()}
     return [

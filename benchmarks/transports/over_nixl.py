@@ -1,5 +1,6 @@
 """NIXL between two processes: ours against one raw READ of the same size."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def measure(num_bytes: int) -> list[Bar]:
                 wanted=ObjectRange(object_id="ab", offset=start, size=stop - start),
                 target=target[start:stop].data,
             )
-            for start, stop in zip(edges, edges[1:], strict=False)
+            for start, stop in itertools.pairwise(edges)
         ]
         plan = reader.plan_read(endpoint, parts, timeout_s=60)
         plan.run(Terms(timeout_s=60))  # connections are made on first use

@@ -156,6 +156,8 @@ def test_explain_says_why_and_from_whom(served: Served) -> None:
     assert [line["worker_id"] for line in lines] == ["g-1", "t-0", "t-0"]
     assert lines[0]["note"] == "near: asked first"
     assert lines[1]["bytes_per_s"] == 2.5e6
+    plane.report_installed(replace(REPORT, sequence=DESCRIPTION.sequence))
+    assert json.loads(run(*words, "--worker", "g-0", "--json"))["kind"] == "nothing"
     held = json.loads(run(*words, "--from", str(DESCRIPTION.sequence), "--json"))
     assert (held["kind"], held["path"]) == ("nothing", [])
     with pytest.raises(UsageError, match="no engine that has reported"):

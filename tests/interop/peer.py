@@ -278,6 +278,47 @@ def storage() -> None:
     dist.destroy_process_group()
 
 
+def reads_ours() -> None:
+    """Install a delta and then a full version that Paceline wrote, with their generator."""
+    from safetensors.torch import load_file
+
+    root = Path(os.environ["SEED"])
+    with generator(root / "seed", root) as (serving, installed):
+        for uid in ("our-delta", "our-full"):
+            handle = serving.stage_weight(version=WeightVersionRef(uid))
+            serving.apply_weight(handle)
+            handle.release()
+            for path in sorted(Path(installed[-1]).glob("*.safetensors")):
+                for name, tensor in sorted(load_file(path).items()):
+                    data = tensor.view(-1).view(dtype=torch_uint8()).numpy().tobytes()
+                    show(uid=uid, tensor=name, sha256=hashlib.sha256(data).hexdigest())
+
+
+def shard_table() -> None:
+    """Read a NIXL manifest of ours as their receiver does, up to what it would plan to read."""
+    from modelexpress.refit.reshard.rendezvous import build_sources, decode_shard_table
+
+    blob = Path(os.environ["TABLE"]).read_bytes()
+    sources, agents, devices = build_sources(decode_shard_table(blob))
+    show(agents=sorted(agents.values()), devices=sorted(set(devices.values())))
+    for name, found in sorted(sources.items()):
+        (shard,) = found.shards
+        show(
+            tensor=name,
+            dtype=str(found.dtype),
+            shape=list(found.global_shape),
+            elsize=found.elsize,
+            addr=shard.addr,
+        )
+
+
+def torch_uint8() -> Any:
+    """Return the dtype of plain bytes."""
+    import torch
+
+    return torch.uint8
+
+
 def buckets(weights: Any) -> list[list[Any]]:
     """Return the tensors as their trainer client takes them."""
     return [[(name, tensor.clone()) for name, tensor in weights.items()]]
@@ -353,7 +394,9 @@ def generator(seed: Path, root: Path) -> Any:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (descriptors, control, workers, storage)}[sys.argv[1]]()
+    {f.__name__: f for f in (descriptors, control, workers, storage, reads_ours, shard_table)}[
+        sys.argv[1]
+    ]()
     # Their libraries leave threads behind that would keep the process.
     sys.stdout.flush()
     os._exit(0)

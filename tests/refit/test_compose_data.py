@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import PreflightError, UsageError
+from paceline.refit import compose
 from paceline.refit.compose.data import (
     DataPlane,
     data_plane,
@@ -19,8 +20,14 @@ from paceline.refit.compose.data import (
 )
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.control.protocol import ControlPlane
-from paceline.refit.errors import ControlUnavailableError, NotFoundError, PreconditionError
+from paceline.refit.errors import (
+    ControlUnavailableError,
+    FetchError,
+    NotFoundError,
+    PreconditionError,
+)
 from paceline.refit.generators.protocol import EngineState
+from paceline.refit.model import WeightVersionShardManifest
 from paceline.refit.publisher import Publisher, PublisherOptions
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.staging.torch_bytes import byte_view
@@ -231,3 +238,25 @@ def test_settings_are_checked(transports: tuple[str, ...], match: str) -> None:
     """A typo is told with what would be right."""
     with pytest.raises(UsageError, match=match):
         DataPlane(transports=transports)
+
+
+def test_tls_from_the_settings(tmp_path: Path) -> None:
+    """With the run's certificate a trainer serves https, and engines check it."""
+    files, trusted = compose.create_certificate_files(tmp_path, name="r", hosts=["127.0.0.1"])
+    serving = DataPlane(certificate=files.certificate, key=files.key)
+    source = open_source(serving, token=lambda: TOKEN, name="t")
+    manifest = WeightVersionShardManifest(
+        data=b"{}", tensor_count=1, total_bytes=1, transport="http"
+    )
+    address = source.publish_manifest(version_id="v", source_slot_id="s", manifest=manifest)
+    assert address.startswith("https://127.0.0.1:")
+    reader = open_reader(DataPlane(trusted=trusted), token=lambda: TOKEN, name="g")
+    assert reader.read_manifest(address, size_max=9, timeout_s=5) == b"{}"
+    reader.close()
+    stranger = open_reader(DataPlane(), token=lambda: TOKEN, name="g")
+    with pytest.raises(FetchError, match="not trusted"):
+        stranger.read_manifest(address, size_max=9, timeout_s=5)
+    stranger.close()
+    with pytest.raises(PreflightError, match="cannot read"):
+        open_reader(DataPlane(trusted=tmp_path / "no"), token=lambda: TOKEN, name="g")
+    source.close()

@@ -15,7 +15,11 @@ from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ParseError, ParseReason, VerifyError
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.payload import (
+    CHUNK_BYTES,
+    CHUNK_BYTES_MIN,
+    CHUNKS_WANTED,
     check_header,
+    chunk_bytes_for,
     describe_object,
     render_header,
     verify_object,
@@ -287,3 +291,12 @@ def test_vectors() -> None:
             assert refused.value.reason.value == case["error"], case["name"]
         else:
             assert parse_manifest(data).root_digest == case["root_digest"]
+
+
+@given(st.integers(0, 2**40))
+def test_chunks_are_enough_to_share_and_not_too_many(num_bytes: int) -> None:
+    """Small payloads have small chunks, large ones those that are cheap to retry."""
+    found = chunk_bytes_for(num_bytes)
+    assert CHUNK_BYTES_MIN <= found <= CHUNK_BYTES
+    assert found % CHUNK_BYTES_MIN == 0
+    assert found == CHUNK_BYTES or -(-num_bytes // found) <= CHUNKS_WANTED

@@ -17,8 +17,10 @@ from paceline.refit.manifest.signature import (
     parse_signed,
     sign_manifest,
     signing_key,
+    statement_of,
     verify_key,
 )
+from paceline.refit.model import VersionState, WeightPayloadFormat, WeightVersion
 
 CASES = json.loads(
     (Path(__file__).parents[1] / "vectors" / "signature" / "cases.json").read_text("utf8")
@@ -86,3 +88,30 @@ def test_keys_are_read_strictly_and_never_shown() -> None:
         assert not wrong or wrong not in str(caught.value)
         with pytest.raises(ValueError, match="64 lower-case hex digits"):
             verify_key(wrong)
+
+
+def test_sizes_are_bounded_before_anything_is_read() -> None:
+    """A document or a trailer that is too large is refused as such."""
+    with pytest.raises(ParseError) as caught:
+        parse_signed(SIGNED, size_max=100)
+    assert caught.value.reason == "too_large"
+    with pytest.raises(ParseError) as caught:
+        parse_signed(SIGNED.partition(b"\n")[0] + b"\n" + bytes(17_000))
+    assert caught.value.reason == "too_large"
+
+
+def test_what_is_not_described_cannot_be_signed() -> None:
+    """Without a description there is nothing that a signature could be compared with."""
+    bare = WeightVersion(
+        uid="v",
+        model_name="m",
+        idempotency_key="k",
+        payload_format=WeightPayloadFormat.FULL_TENSOR,
+        base_version_id=None,
+        expected_source_slots=("s",),
+        layout_signature="",
+        state=VersionState.READY,
+        created_at_unix_ms=0,
+    )
+    with pytest.raises(VerifyError, match="no description"):
+        statement_of(bare)

@@ -61,6 +61,21 @@ def test_a_whole_job_is_read() -> None:
     assert job.artifacts.every_s == 90
 
 
+def test_transports_are_checked() -> None:
+    """Unknown ones, a bucket that is none, and a missing bucket are told with what is right."""
+    job = parse(
+        GOOD.replace("transports: http", "transports: [nixl, objectstore], bucket: s3://b/p")
+    )
+    assert job.refit is not None
+    assert (job.refit.transports, job.refit.bucket) == (("nixl", "objectstore"), "s3://b/p")
+    for text, said in (
+        ("transports: rdma", "'nixl', 'http' or 'objectstore'"),
+        ("transports: http, bucket: here", "expected a bucket and prefix such as s3://bucket/runs"),
+        ("transports: objectstore", "objectstore needs refit.bucket"),
+    ):
+        assert said in "".join(problems(GOOD.replace("transports: http", text)))
+
+
 def test_roles_without_a_trainer_are_tasks() -> None:
     """A job without a trainer is done when its tasks are."""
     job = parse("name: a\nroles: {x: {backend: local, gpu: cpu-1x, run: 'true'}}\n")

@@ -70,6 +70,10 @@ class Installed:
     sequence: int
     root_digest: str
     fetched_bytes: int
+    fetched_over: str
+    """Names of the transports, empty where nobody said."""
+    fetch_ms: float
+    fetch_retries: int
     refit_ms: float
     pause_ms: float
     is_equal: bool
@@ -291,6 +295,9 @@ def _installed(
         sequence=sequence,
         root_digest=root,
         fetched_bytes=_whole(fields, "fetched_bytes") or 0,
+        fetched_over=_text(fields, "fetched_over") or "",
+        fetch_ms=_number(fields, "fetch_ms") or 0.0,
+        fetch_retries=_whole(fields, "fetch_retries") or 0,
         refit_ms=_number(fields, "refit_ms") or 0.0,
         pause_ms=_number(fields, "pause_ms") or 0.0,
         is_equal=roots.get(sequence) == root,

@@ -151,6 +151,9 @@ def _install_json(install: Installed) -> dict[str, object]:
         "root_digest": install.root_digest,
         "is_equal": install.is_equal,
         "fetched_bytes": install.fetched_bytes,
+        "fetched_over": install.fetched_over,
+        "fetch_ms": install.fetch_ms,
+        "fetch_retries": install.fetch_retries,
         "refit_ms": install.refit_ms,
         "pause_ms": install.pause_ms,
     }

@@ -232,7 +232,7 @@ class _Budget(_Section):
 class _Refit(_Section):
     model: _Text
     payload: Literal["XOR_DELTA", "FULL_TENSOR"] = "XOR_DELTA"
-    staging: Literal["COPY_TO_HOST", "IN_PLACE"] = "COPY_TO_HOST"
+    staging: Literal["COPY_TO_HOST", "IN_PLACE", "WRITE_TO_STORAGE"] = "COPY_TO_HOST"
     transports: Annotated[
         list[Literal["nixl", "http", "objectstore"]], BeforeValidator(_listed), Field(min_length=1)
     ] = ["http"]

@@ -113,13 +113,38 @@ class TestChoice:
         assert mask_of(range(count)) == sum(shares)
 
     def test_a_neighbour_comes_before_the_trainer(self) -> None:
-        """What is nearby is not fetched from far away, however fast that is."""
-        near = Source(worker_id="n", chunks=1, region="x", rate=1.0)
-        far = Source(worker_id="t", chunks=3, is_origin=True, rate=1e9)
-        state = FetchState(
-            worker_id="me", num_chunks=2, have=0, sources=(far, near), members=("me",), region="x"
+        """What is nearby is not fetched from far away, also where that is somewhat faster."""
+        assert self.first_choice("x", near_rate=2.0, far_rate=10.0) == "n"
+        assert self.first_choice("x", near_rate=None, far_rate=10.0) == "n"
+
+    def test_what_is_near_is_measured(self) -> None:
+        """A neighbour that crawls is none, and somebody fast elsewhere is one."""
+        assert self.first_choice("x", near_rate=1.0, far_rate=10.0) == "t"
+        assert self.first_choice("y", near_rate=30.0, far_rate=10.0, members=("a", "me")) is None
+        assert self.first_choice("y", near_rate=50.0, far_rate=10.0, members=("a", "me")) == "n"
+
+    def first_choice(
+        self,
+        region: str,
+        *,
+        near_rate: float | None,
+        far_rate: float,
+        members: tuple[str, ...] = ("me",),
+    ) -> str | None:
+        """Return whom a reader in ``x`` asks for the one chunk that is another's to bring."""
+        other = Source(worker_id="n", chunks=1, region=region, rate=near_rate)
+        far = Source(worker_id="t", chunks=1, is_origin=True, rate=far_rate)
+        read = choose_read(
+            FetchState(
+                worker_id="me",
+                num_chunks=1,
+                have=0,
+                sources=(far, other),
+                members=members,
+                region="x",
+            )
         )
-        assert choose_read(state) == Read(chunk=0, worker_id="n")
+        return None if read is None else read.worker_id
 
     def test_the_faster_neighbour_is_asked(self) -> None:
         """Among equals it is the measured rate, shared by what is under way already."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import PreflightError
 from paceline.core.retry import RetryPolicy
 from paceline.refit.control.tls import KeyPair, issue, new_authority
 from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
@@ -393,3 +394,14 @@ def test_certificates_are_replaced_while_serving(tls: Tls) -> None:
             fetch(reader, [server.endpoint])
         tls.files(issue(tls.authority, ["127.0.0.1"], now=tls.now))
         assert fetch(reader, [server.endpoint]) == DATA
+
+
+def test_certificates_that_are_not_there(tls: Tls) -> None:
+    """Without its files, or with files that do not fit, a server does not start, and says why."""
+    missing = HttpTlsFiles(certificate=tls.folder / "c.pem", key=tls.folder / "k.pem")
+    with pytest.raises(PreflightError, match=r"cannot read .*c\.pem"):
+        HttpObjectServer(token=lambda: TOKEN, options=HttpServerOptions(tls=missing))
+    files = tls.files(issue(tls.authority, ["127.0.0.1"], now=tls.now))
+    files.key.write_bytes(issue(tls.authority, ["127.0.0.1"], now=tls.now).key)
+    with pytest.raises(PreflightError, match="no certificate with its key"):
+        HttpObjectServer(token=lambda: TOKEN, options=HttpServerOptions(tls=files))

@@ -1,7 +1,8 @@
 """A torch module's weights reach another module bit for bit."""
 
 import gc
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from paceline.core.registry import load_entry
 from paceline.refit.apply import prove_live, stage_install, write_install
-from paceline.refit.errors import StagingError
+from paceline.refit.errors import PublishError, StagingError
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import (
+    ObjectRange,
     StagedWeightVersionShardData,
     TensorBuffer,
     TensorEntry,
@@ -23,6 +25,8 @@ from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
+from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
+from paceline.refit.transports.protocol import read_object
 from paceline.testing.clock import FakeClock
 
 FULL, DELTA = WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA
@@ -389,3 +393,50 @@ def test_every_dtype_is_carried() -> None:
         assert data == wanted.tobytes(), segment.tensor
         assert segment.offset % 64 == 0
     gc.collect()
+
+
+class Gate(MemoryObjectServer):
+    """Takes an object when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+        self.error: Exception | None = None
+
+    def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        self.is_open.wait(20)
+        if self.error is not None:
+            raise self.error
+        super().serve_object(object_id, parts)
+
+
+def test_write_to_storage_uploads_until_the_fence() -> None:
+    """Staging returns before the upload; the fence waits for it, and tells of its failure."""
+    storage = Gate()
+    trainer = TorchModuleTrainer(clock=FakeClock(), storage=storage)
+    weights = {"w": torch.arange(100, dtype=torch.float32)}
+    trainer.bind_tensors(weights)
+    assert TrainerStagingMode.WRITE_TO_STORAGE in trainer.supported_staging_modes
+
+    def stage() -> StagedWeightVersionShardData:
+        return trainer.stage_shard(
+            tensors=None,
+            staging_mode=TrainerStagingMode.WRITE_TO_STORAGE,
+            payload_format=WeightPayloadFormat.FULL_TENSOR,
+        )
+
+    staged = stage()
+    weights["w"] += 1  # the optimizer goes on
+    storage.is_open.set()
+    staged.publish_ready.wait()
+    buffers: Any = staged.buffer_owner
+    (item,) = buffers.objects
+    found = bytearray(item.num_bytes)
+    wanted = ObjectRange(object_id=item.object_id, offset=0, size=item.num_bytes)
+    read_object(MemoryObjectReader(), storage.endpoint, wanted, memoryview(found), timeout_s=1)
+    assert bytes(found) == b"".join(item.parts)
+    storage.error = PublishError("no room")
+    failed = stage()
+    with pytest.raises(PublishError, match="no room"):
+        failed.publish_ready.wait()
+    trainer.discard_staged(failed)

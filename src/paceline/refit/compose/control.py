@@ -11,6 +11,7 @@ from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import LazyEntry, load_entry
+from paceline.refit.compose.data import DataPlane, open_reader
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
@@ -257,7 +258,6 @@ def verify_version(
     Raises:
         NotFoundError: the version, or one that it stands on, is gone.
     """
-    from paceline.refit.compose.data import DataPlane, open_reader
     from paceline.refit.compose.supply import check_of, with_run_tls
     from paceline.refit.control.verify import check_chain, check_manifests
 

@@ -173,20 +173,24 @@ class TrainerConnection:
         """
         from paceline.refit.publisher import Publisher, PublisherOptions
 
-        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
-        rate = self.settings.link_mbps
-        trainer = trainer_class(
-            clock=self._clock,
-            wire_dtypes=wire_dtypes,
-            quantise=quantise,
-            link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
-        )
-        trainer.bind_tensors(tensors)
         server = open_source(
             with_run_tls(self.settings.data, self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
             name=f"{self.worker_id}-source",
         )
+        with ExitStack() as undo:
+            undo.callback(server.close)
+            trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+            rate = self.settings.link_mbps
+            trainer = trainer_class(
+                clock=self._clock,
+                wire_dtypes=wire_dtypes,
+                quantise=quantise,
+                link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
+                storage=server,
+            )
+            trainer.bind_tensors(tensors)
+            undo.pop_all()
         self._parts.callback(server.close)
         return Publisher(
             control=self._control,

@@ -67,6 +67,10 @@ class ReadPolicy:
     together hear of each other before they have asked for much."""
     per_source_max: int = 2
     """From one neighbour."""
+    near_slowness_max: float = 8.0
+    """A neighbour that gives so many times less than the trainer is none."""
+    near_gain_min: float = 4.0
+    """Somebody of another region who gives so many times more than the trainer is a neighbour."""
     patience_s: float = 1.0
     """Without progress before owners are given up, at least."""
     patience_factor: float = 3.0
@@ -256,7 +260,17 @@ def _hedge(state: FetchState) -> Read | None:
 
 
 def _is_near(source: Source, state: FetchState) -> bool:
-    return not source.is_origin and source.region == state.region
+    """Say whether to read from a source before going far: as its region says, or as measured."""
+    if source.is_origin:
+        return False
+    is_neighbour = source.region == state.region
+    far = max((each.rate or 0.0 for each in state.sources if each.is_origin), default=0.0)
+    if not far or not source.rate:
+        return is_neighbour
+    policy = state.policy
+    if is_neighbour:
+        return source.rate * policy.near_slowness_max >= far
+    return source.rate >= far * policy.near_gain_min
 
 
 def _active(state: FetchState) -> dict[str, int]:

@@ -54,10 +54,20 @@ from paceline.refit.receiver.standing import (
     backoff_s,
     judge,
 )
+from paceline.refit.receiver.transfers import fields_of
 from paceline.refit.receiver.updating import UpdateGate
 from paceline.refit.transports.protocol import ObjectReader
 
 log = logging.getLogger(__name__)
+
+_FIGURES = (
+    "installs",
+    "refusals",
+    "fetched_bytes",
+    "fetch_seconds",
+    "fetch_retries",
+    "fetch_problems",
+)
 
 REASON_CHARS_MAX = 500
 
@@ -128,7 +138,7 @@ class Receiver:
         self._base: Mapping[str, TensorEntry] | None = None
         self._first_seen: dict[str, float] = {}
         self._last_install = _LastInstall()
-        self._figures = {"installs": 0.0, "refusals": 0.0, "fetched_bytes": 0.0}
+        self._figures = dict.fromkeys(_FIGURES, 0.0)
         self._newest = -1
         self._pins: Sequence[Pin] = ()
         self._pins_at = clock.monotonic()
@@ -355,6 +365,10 @@ class Receiver:
         )
         self._figures["installs"] += 1
         self._figures["fetched_bytes"] += installed.fetched_bytes
+        for record in installed.transfers:
+            self._figures["fetch_seconds"] += record.seconds
+            self._figures["fetch_retries"] += record.retries
+            self._figures["fetch_problems"] += bool(record.problem)
         self._note_event(
             "version.installed",
             {
@@ -364,6 +378,7 @@ class Receiver:
                 "fetched_bytes": installed.fetched_bytes,
                 "refit_ms": refit_s * 1000,
                 "pause_ms": installed.pause_s * 1000,
+                **fields_of(installed.transfers),
             },
         )
 

@@ -7,6 +7,7 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,6 +43,7 @@ from paceline.refit.staging.torch_bytes import (
     is_host_block,
 )
 from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
+from paceline.refit.transports.protocol import ObjectServer
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +64,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     be called from any thread.
     """
 
-    def __init__(  # noqa: PLR0913 - options of one adapter, each with its default
+    def __init__(  # noqa: PLR0913 - options of their own, all but one with defaults
         self,
         *,
         clock: Clock,
@@ -73,6 +75,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         arena_wait_s: float = 0.0,
         quantise: Quantise | None = None,
         link: Link = LOCAL,
+        storage: ObjectServer | None = None,
     ) -> None:
         """Set up; tensors come with ``bind_tensors``.
 
@@ -88,7 +91,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             quantise: what engines serve instead of a tensor, by name: its codes and scales. They
                 are sent as they come, whatever ``wire_dtypes`` says.
             link: the way to the slowest engine; on a slow one deltas are made smaller.
+            storage: where WRITE_TO_STORAGE uploads to; stays the caller's.
         """
+        self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
         self._wire_dtypes = _checked(wire_dtypes or {})
@@ -109,8 +114,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
     @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
-        """COPY_TO_HOST; IN_PLACE too, unless something is to be cast."""
+        """COPY_TO_HOST; IN_PLACE, unless something is to be cast; WRITE_TO_STORAGE with one."""
         modes = {TrainerStagingMode.COPY_TO_HOST}
+        if self._storage is not None:
+            modes.add(TrainerStagingMode.WRITE_TO_STORAGE)
         if not self._wire_dtypes and self._quantise is None:
             modes.add(TrainerStagingMode.IN_PLACE)
         return frozenset(modes)
@@ -143,7 +150,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
         Args:
             tensors: what was bound, or None.
-            staging_mode: COPY_TO_HOST or IN_PLACE (full payloads only).
+            staging_mode: COPY_TO_HOST; IN_PLACE (full payloads only); or WRITE_TO_STORAGE, which
+                uploads in the background until the fence: training goes on meanwhile.
             payload_format: FULL_TENSOR, or XOR_DELTA once a version was committed.
 
         Raises:
@@ -169,7 +177,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             self._ring.drop(arena)
             raise
         record = _Staged(capture=capture, arena=arena, is_delta=is_delta)
-        return self._remember(buffers, record, CompletionFence(lambda: None))
+        fence = CompletionFence(lambda: None)
+        if staging_mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
+            fence = _upload(self._storage, buffers)
+        return self._remember(buffers, record, fence)
 
     def stage_committed(self) -> StagedWeightVersionShardData:
         """Stage the last committed weights as a full version, without copying them again.
@@ -336,6 +347,23 @@ def _copy_into(arena: Arena, layout: ShardLayout, exported: _Exported) -> None:
             raw = whole[item.offset : item.offset + item.num_bytes]
             placed = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
             placed.copy_(exported.tensors[item.name])
+
+
+def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
+    """Begin to upload, and return what waits for the end of it."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            for item in buffers.objects:
+                storage.serve_object(item.object_id, item.parts)
+        except BaseException as exc:  # noqa: BLE001 - raised by the fence
+            done.set_exception(exc)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="paceline-upload", daemon=True).start()
+    return CompletionFence(done.result)
 
 
 def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:

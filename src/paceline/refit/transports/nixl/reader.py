@@ -19,7 +19,7 @@ from paceline.refit.transports.protocol import (
     TransferRecord,
 )
 
-BATCH_BYTES = 16 * 2**20
+BATCH_BYTES = 32 * 2**20
 """Read at a time: what is told of, proven and cancelled as one."""
 DEPTH = 2
 """Batches under way at once, so that a link does not wait for us."""

@@ -16,6 +16,8 @@ class BucketObjectServer:
         self._bucket = bucket
         self._is_open = True
         self._log = CommitLog(bucket)
+        self._uploaded: set[str] = set()
+        """By this process: staging uploads before publishing serves."""
         self._ready: dict[str, tuple[WeightVersion, Sequence[Shard]]] = {}
         """What is to be in the newest commit, also where an earlier one failed."""
 
@@ -32,10 +34,13 @@ class BucketObjectServer:
     def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
         """Upload an object, unless it is there; returns when all of it is. Raises PublishError."""
         self._require_open()
-        self._bucket.put_new(key_of_object(object_id), parts)
+        if object_id not in self._uploaded:
+            self._bucket.put_new(key_of_object(object_id), parts)
+            self._uploaded.add(object_id)
 
     def withdraw_object(self, object_id: str) -> None:
         """Delete an object; a reader that is inside gets an error. Idempotent."""
+        self._uploaded.discard(object_id)
         self._bucket.remove(key_of_object(object_id))
 
     def publish_manifest(
