@@ -1,7 +1,6 @@
 """NIXL between two processes: ours against one raw READ of the same size."""
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ _ROUNDS = 9
 
 
 def measure(num_bytes: int) -> list[Bar]:
-    """Return the ratios to a raw READ, medians of rounds that alternate."""
+    """Return the ratios to a raw READ, best of rounds that alternate: others only slow us down."""
     with beside(_serve, num_bytes) as (endpoint, address):
         agent = NixlAgent("reads")
         clock = system_clock()
@@ -61,11 +60,11 @@ def measure(num_bytes: int) -> list[Bar]:
         plan.close()
         agent.forget(raw)
         reader.close()
-    median = {name: statistics.median(found) for name, found in seconds.items()}
+    best = {name: min(found) for name, found in seconds.items()}
     return [
-        at_least("nixl_of_raw_read", median["raw"] / median["ours"], 0.90),
-        at_least("nixl_proven_of_raw_read", median["raw"] / median["proven"], 0.75),
-        at_least("nixl_raw_gb_per_s", num_bytes / median["raw"] / 1e9, 0.0),
+        at_least("nixl_of_raw_read", best["raw"] / best["ours"], 0.90),
+        at_least("nixl_proven_of_raw_read", best["raw"] / best["proven"], 0.75),
+        at_least("nixl_raw_gb_per_s", num_bytes / best["raw"] / 1e9, 0.0),
     ]
 
 
