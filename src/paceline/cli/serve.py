@@ -132,8 +132,6 @@ def serve(**options: Any) -> int:
         "reproducible",
         "url",
         "key_file",
-        "url",
-        "key_file",
     )
     engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
     allow_plaintext = options.pop("insecure_plaintext")

@@ -274,7 +274,7 @@ class TestBroken:
         old = root_of(state_of(follower))
         stages = ["live_tensors", "at_safe_point", "tensor_aliases", "installed"]
         broken = _BreaksOnce(follower.gate, stages[at])
-        follower.receiver._installer._engine = broken  # type: ignore[assignment]
+        follower.receiver._installer._engine = broken
         follower.settle()
         found = root_of(state_of(follower))
         installed = follower.gate.installed()

@@ -178,7 +178,7 @@ class TestInstall:
         """A server that says another version than was installed is not believed."""
 
         class Stubborn(FakeSglang):
-            weight_version = property(lambda self: "theirs", lambda self, value: None)  # type: ignore[assignment]
+            weight_version = property(lambda self: "theirs", lambda self, value: None)
 
         server.__class__ = Stubborn
         with pytest.raises(UncertainStateError, match="'theirs' instead of 'v1'"):
