@@ -96,6 +96,13 @@ CRASH_LOOK_S = 0.5
     help="A seed gives the same tokens whatever runs beside it; slower.",
 )
 @click.option(
+    "--tensor-names",
+    "names",
+    type=click.Choice(["memory", "checkpoint"]),
+    default="memory",
+    help="How versions call tensors: as the trainer's state_dict does, or as files do.",
+)
+@click.option(
     "--engine-url",
     "url",
     envvar="PACELINE_ENGINE_URL",
@@ -130,6 +137,7 @@ def serve(**options: Any) -> int:
         "max_batch",
         "max_waiting",
         "reproducible",
+        "names",
         "url",
         "key_file",
     )
