@@ -80,7 +80,7 @@ def test_checkpoint_names_are_the_librarys(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     saved = {
         name: (tuple(spec["shape"]), bytes(spec["data"]))
-        for name, spec in safetensors.deserialize(
+        for name, spec in safetensors.deserialize(  # type: ignore[no-untyped-call]
             (tmp_path / "saved" / "model.safetensors").read_bytes()
         )
     }
