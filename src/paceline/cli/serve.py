@@ -89,7 +89,7 @@ CRASH_LOOK_S = 0.5
     default="immediate",
     help="Requests in flight when a version goes in: go on, are waited for, or are aborted.",
 )
-@click.option("--drain", "drain_s", default=30.0, help="Seconds that --update drain waits.")
+@click.option("--drain", "drain_s", default=10.0, help="Seconds that --update drain waits.")
 @click.option(
     "--reproducible",
     is_flag=True,
