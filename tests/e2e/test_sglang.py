@@ -1,8 +1,8 @@
-r"""A real SGLang server, where somebody has started one: there, back, and across an update.
+"""A real SGLang server, where somebody has started one: there, back, and across an update.
 
 python -m sglang.launch_server --model-path DIR --port 30000
-PACELINE_SGLANG_URL=http://127.0.0.1:30000 PACELINE_SGLANG_MODEL=DIR \
-    pytest -m gpu tests/e2e/test_sglang.py
+export PACELINE_SGLANG_URL=http://127.0.0.1:30000 PACELINE_SGLANG_MODEL=DIR
+pytest -m gpu tests/e2e/test_sglang.py
 """
 
 from collections.abc import Iterator

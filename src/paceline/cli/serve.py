@@ -89,11 +89,18 @@ CRASH_LOOK_S = 0.5
     default="immediate",
     help="Requests in flight when a version goes in: go on, are waited for, or are aborted.",
 )
-@click.option("--drain", "drain_s", default=30.0, help="Seconds that --update drain waits.")
+@click.option("--drain", "drain_s", default=10.0, help="Seconds that --update drain waits.")
 @click.option(
     "--reproducible",
     is_flag=True,
     help="A seed gives the same tokens whatever runs beside it; slower.",
+)
+@click.option(
+    "--tensor-names",
+    "names",
+    type=click.Choice(["memory", "checkpoint"]),
+    default="memory",
+    help="How versions call tensors: as the trainer's state_dict does, or as files do.",
 )
 @click.option(
     "--engine-url",
@@ -132,8 +139,7 @@ def serve(**options: Any) -> int:
         "max_batch",
         "max_waiting",
         "reproducible",
-        "url",
-        "key_file",
+        "names",
         "url",
         "key_file",
     )

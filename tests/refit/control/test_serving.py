@@ -36,6 +36,7 @@ from paceline.refit.model import (
     Delta,
     ObjectStorageSource,
     ObjectStorageType,
+    Pin,
     RetentionPolicy,
     VersionChanges,
     VersionState,
@@ -188,6 +189,24 @@ def test_workers_and_leases_are_streamed_as_they_come_and_go(service: LoopbackCo
         assert [lease.worker_id for lease in held.leases] == ["g-0"]
         assert list(own.WatchWorkersResponse.FromString(next(workers)).draining) == ["g-0"]
     client.close()
+
+
+def test_pins_over_the_wire(service: LoopbackControl) -> None:
+    """The operator pins, everybody sees it, and generators may not pin."""
+    client, generator = service.client(), service.client(TokenRole.GENERATOR)
+    client.register_worker(TRAINER, ttl_seconds=TTL_S)
+    uid = ready(client, "a")
+    pin = Pin(model_name=MODEL, workers="g-*", version_id=uid)
+    with pytest.raises(AccessRefusedError):
+        generator.set_pin(pin)
+    client.set_pin(pin)
+    client.set_pin(Pin(model_name=MODEL, workers="a", version_id=uid))
+    assert [each.workers for each in generator.list_pins(MODEL)] == ["a", "g-*"]
+    assert generator.list_pins("other") == []
+    client.set_pin(Pin(model_name=MODEL, workers="a", version_id=""))
+    assert generator.list_pins(MODEL) == [pin]
+    for plane in (client, generator):
+        plane.close()
 
 
 def test_a_draining_worker_begins_nothing_new(service: LoopbackControl) -> None:

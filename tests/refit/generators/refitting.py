@@ -30,8 +30,9 @@ MODEL_NAME = "m"
 class Model:
     """A model whose weights take steps; what it is at each step can be published and built anew."""
 
-    def __init__(self, model_dir: Path, *, seed: int = 1) -> None:
+    def __init__(self, model_dir: Path, *, seed: int = 1, names: str = "memory") -> None:
         """Begin at step 0 with weights that the seed decides."""
+        self._names = names
         self.model_dir = model_dir
         self.module = tiny_model(model_dir, seed=seed)
         self._random = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ class Model:
             name: TensorBuffer(
                 name=name, dtype=each.dtype, shape=each.shape, data=memoryview(bytes(each.data))
             )
-            for name, each in view_live_tensors(self.module).buffers.items()
+            for name, each in view_live_tensors(self.module, names=self._names).buffers.items()
         }
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -76,10 +77,11 @@ class Follower:
         *,
         policy: UpdatePolicy = UpdatePolicy.IMMEDIATE,
         reproducible: bool = True,
+        names: str = "memory",
     ) -> None:
         """Join the run; nothing is installed before ``receiver.step``."""
         clock = system_clock()
-        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible)
+        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible, names=names)
         self.engine = TransformersEngine(config, clock=clock, new_seed=lambda: 7)
         self.gate = UpdateGate(self.engine, policy=policy, drain_s=30, clock=clock)
         self.receiver = Receiver(
@@ -108,11 +110,11 @@ class Follower:
 class MemoryRun:
     """A ledger, a trainer and a model."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, names: str = "memory") -> None:
         """Begin with nothing published."""
         nonces = (f"n{at}" for at in itertools.count())
         self.ledger = ControlLedger(MemoryStore(clock=system_clock()), nonce=lambda: next(nonces))
-        self.model = Model(model_dir)
+        self.model = Model(model_dir, names=names)
         self.server = MemoryObjectServer()
         self.trainer = FakeTrainer(self.ledger, self.server, aliases=self.model.aliases)
         self.sequence = -1

@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 
+from paceline.core.errors import UsageError
 from paceline.refit.errors import ApplyError, EngineNotReadyError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState, Sampling
+from paceline.refit.generators.transformers.tensors import view_live_tensors
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.policy import UpdatePolicy
 from paceline.system import environ
 from paceline.testing.fakes.trainer import State, root_of
 from paceline.testing.payloads import delta_payload, full_payload
-from paceline.testing.tiny_model import write_tiny_qwen3
+from paceline.testing.tiny_model import tiny_model, write_tiny_moe, write_tiny_qwen3
 from refit.generators.refitting import Follower, MemoryRun
 
 PROMPTS = [[10, 20, 30], [5], [7, 8, 9, 10, 11, 12, 13]]
 GREEDY = Sampling(max_tokens=16, temperature=0)
 IS_NIGHT = environ().get("HYPOTHESIS_PROFILE") == "nightly"
-VERSIONS = 50 if IS_NIGHT else 4
+VERSIONS = 50 if IS_NIGHT else 3
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,38 @@ def test_tokens_equal_a_fresh_engine(run: MemoryRun, follower: Follower) -> None
             assert list(choice.token_ids) == run.model.greedy(prompt, 16)
             assert [span.installed.version_id for span in choice.spans] == [uid]
         run.model.step()
+
+
+@pytest.mark.parametrize("names", ["memory", "checkpoint"])
+def test_a_mixture_of_experts(tmp_path: Path, names: str) -> None:
+    """Experts are named as the trainer holds them or as files do; tokens are a fresh engine's."""
+    run = MemoryRun(write_tiny_moe(tmp_path), names=names)
+    follower = Follower(run, "g-moe", names=names)
+    run.publish()
+    follower.settle()
+    run.model.step()
+    run.publish()
+    follower.settle()
+    choice = follower.generate(PROMPTS[0], GREEDY).choices[0]
+    assert list(choice.token_ids) == run.model.greedy(PROMPTS[0], 16)
+    assert choice.spans[0].installed.sequence == 1
+    follower.close()
+
+
+def test_checkpoint_names_are_the_librarys(tmp_path: Path) -> None:
+    """Names and bytes under ``checkpoint`` are those of the files that the library writes."""
+    model = tiny_model(write_tiny_moe(tmp_path), seed=1)
+    model.save_pretrained(tmp_path / "saved")
+    saved = {
+        name: (tuple(spec["shape"]), bytes(spec["data"]))
+        for name, spec in safetensors.deserialize(  # type: ignore[no-untyped-call]
+            (tmp_path / "saved" / "model.safetensors").read_bytes()
+        )
+    }
+    live = view_live_tensors(model, names="checkpoint").buffers
+    assert {name: (each.shape, bytes(each.data)) for name, each in live.items()} == saved
+    with pytest.raises(UsageError, match="memory, checkpoint"):
+        view_live_tensors(model, names="other")
 
 
 def test_two_engines_one_digest_one_output(run: MemoryRun, follower: Follower) -> None:

@@ -1,6 +1,7 @@
 """Tokens as server-sent events, over a real server, and what is admitted."""
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -144,3 +145,14 @@ def test_a_reader_who_leaves_frees_the_place(world: World) -> None:
         timeout_s=10,
         interval_s=0.01,
     )
+
+
+def test_bodies_do_not_wait_for_acknowledgements() -> None:
+    """What is accepted names its protocol, without which asyncio leaves Nagle's algorithm on."""
+    server = EngineServer(host="127.0.0.1", port=0, clock=system_clock())
+    port = int(server.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)):
+        accepted, _ = server._socket.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP
+    server.close(timeout_s=1)

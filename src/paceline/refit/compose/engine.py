@@ -67,8 +67,9 @@ class EngineServiceConfig:
     """None: where PACELINE_CREDENTIALS points."""
     update: str = "immediate"
     """What becomes of requests in flight when a version goes in: immediate, drain or abort."""
-    drain_s: float = 30.0
-    """How long ``drain`` waits for them before it aborts the rest."""
+    drain_s: float = 10.0
+    """How long ``drain`` waits for them before it aborts the rest. Longer than a registration
+    lasts, and the engine is taken for gone meanwhile."""
     max_staleness: int | None = None
     """Sequences behind the newest at which the engine refuses to serve; None is no limit."""
     data: DataPlane | None = None

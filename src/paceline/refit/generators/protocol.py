@@ -162,6 +162,9 @@ class EngineConfig:
     reproducible: bool = False
     """A choice gets the same tokens whoever runs beside it, to the last bit of its logits, at the
     price of a pass of its own. Otherwise rounding may differ with the batch, as everywhere."""
+    names: str = "memory"
+    """How versions call tensors: ``memory``, as the trainer's own ``state_dict`` does, or
+    ``checkpoint``, as files do, which have a tensor for each expert of a mixture."""
     url: str = ""
     """Of a server that runs already, for engines that drive one."""
     key_file: Path | None = None

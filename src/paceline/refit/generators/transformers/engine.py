@@ -54,7 +54,7 @@ class TransformersEngine:
         self._config = config
         self._new_seed = new_seed
         self._loaded = load_model(config)
-        self._live = view_live_tensors(self._loaded.model)
+        self._live = view_live_tensors(self._loaded.model, names=config.names)
         self._gate = PassGate(clock=clock)
         batch_class = SoloBatches if config.reproducible else RunningBatch
         self._batch: RunningBatch | SoloBatches = batch_class(self._loaded.model)
