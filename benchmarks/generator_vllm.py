@@ -20,9 +20,9 @@ PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 QUICK = bool(os.environ.get("PACELINE_BENCH_QUICK"))
 
 WINDOW_S = 6.0
-WINDOWS = 2 if QUICK else 6
+WINDOWS = 2 if QUICK else 4
 REFIT_EVERY_S = 2.0
-WARM_S = 20.0
+WARM_S = 15.0
 """The first requests of all compile loops."""
 CLIENTS = 4
 TOKENS = 32
@@ -96,6 +96,7 @@ def _alternate(endpoint: str, small: Any) -> dict[bool, int]:
         begun = counter["tokens"]
         _window(small if with_refits else None)
         counts[with_refits] += counter["tokens"] - begun
+        print(with_refits, counter["tokens"] - begun, file=sys.stderr)
     done.set()
     for thread in threads:
         thread.join(60)
