@@ -95,7 +95,10 @@ Spoil = Callable[[dict[str, TensorBuffer]], None]
 
 
 def without(name: str) -> Spoil:
-    return lambda state: state.pop(name) and None
+    def remove(state: dict[str, TensorBuffer]) -> None:
+        del state[name]
+
+    return remove
 
 
 def named(old: str, new: str) -> Spoil:
