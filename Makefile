@@ -105,7 +105,8 @@ vllm: .venv-vllm/.done  ## make .venv-vllm with vLLM for the CPU
 engines: vllm system  ## the tests inside real engines
 	.venv-vllm/bin/pytest -q -p no:randomly -o filterwarnings=ignore -m 'not gpu and not slow' tests/engines
 
-nightly: setup system peer  ## the simulations at length
+nightly: setup system peer vllm  ## the simulations at length, and what takes engines minutes
+	.venv-vllm/bin/pytest -q -p no:randomly -o filterwarnings=ignore -m slow tests/engines
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
 	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
@@ -118,7 +119,7 @@ proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 proto-check: $(PROTO_VENV)/bin/python  ## the protobuf modules are what the .proto files say
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py --check
 
-bench: setup peer  ## every benchmark, as JSON
+bench: setup peer vllm  ## every benchmark, as JSON
 	@for b in $(filter-out %/bars.py %/snapshots.py %/peer_worker.py %/link_worker.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(BIN)/python $$b --json || exit 1; done
 
 docs: $(BIN)/python  ## build the documentation, strictly

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 QUICK = bool(os.environ.get("PACELINE_BENCH_QUICK"))
 
 WINDOW_S = 6.0
-WINDOWS = 2 if QUICK else 6
+WINDOWS = 2 if QUICK else 4
 REFIT_EVERY_S = 2.0
-WARM_S = 20.0
+WARM_S = 15.0
 """The first requests of all compile loops."""
 CLIENTS = 4
 TOKENS = 32
@@ -80,21 +81,10 @@ def _alternate(endpoint: str, small: Any) -> dict[bool, int]:
     """Return tokens generated in all windows with refits, and in all without."""
     import httpx
 
-    from paceline.testing.small_run import DATA_TOKEN
-
-    headers = {"Authorization": f"Bearer {DATA_TOKEN}"}
-    done = threading.Event()
-    counter = {"tokens": 0}
-
-    def ask() -> None:
-        fields = {"model": "m", "prompt": PROMPTS[1], "max_tokens": TOKENS, "ignore_eos": True}
-        with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
-            while not done.is_set():
-                answer = http.post("/v1/completions", json=fields).raise_for_status().json()
-                counter["tokens"] += answer["usage"]["completion_tokens"]
-
-    with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
-        while http.get("/health").status_code != 200:
+    done, counter = threading.Event(), {"tokens": 0}
+    ask = partial(_ask, endpoint, done, counter)
+    with httpx.Client(base_url=endpoint, timeout=60) as http:
+        while not http.get("/health").is_success:
             time.sleep(0.1)
     threads = [threading.Thread(target=ask) for _ in range(CLIENTS)]
     for thread in threads:
@@ -103,17 +93,38 @@ def _alternate(endpoint: str, small: Any) -> dict[bool, int]:
     counts = {False: 0, True: 0}
     for turn in range(2 * WINDOWS):
         with_refits = turn % 4 in {1, 2}  # without, with, with, without: drift cancels out
-        begun, ends = counter["tokens"], time.monotonic() + WINDOW_S
-        while time.monotonic() < ends:
-            if with_refits:
-                small.train(share=0.01, seed=small.sequence)
-                small.publish_delta()
-            time.sleep(max(0.0, min(REFIT_EVERY_S, ends - time.monotonic())))
+        begun = counter["tokens"]
+        _window(small if with_refits else None)
         counts[with_refits] += counter["tokens"] - begun
+        print(with_refits, counter["tokens"] - begun, file=sys.stderr)
     done.set()
     for thread in threads:
         thread.join(60)
     return counts
+
+
+def _window(small: Any) -> None:
+    """Let one window pass, and publish in it."""
+    ends = time.monotonic() + WINDOW_S
+    while time.monotonic() < ends:
+        if small is not None:
+            small.train(share=0.01, seed=small.sequence)
+            small.publish_delta()
+        time.sleep(max(0.0, min(REFIT_EVERY_S, ends - time.monotonic())))
+
+
+def _ask(endpoint: str, done: threading.Event, counter: dict[str, int]) -> None:
+    """Ask one request after the other, and count what comes."""
+    import httpx
+
+    from paceline.testing.small_run import DATA_TOKEN
+
+    headers = {"Authorization": f"Bearer {DATA_TOKEN}"}
+    fields = {"model": "m", "prompt": PROMPTS[1], "max_tokens": TOKENS, "ignore_eos": True}
+    with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
+        while not done.is_set():
+            answer = http.post("/v1/completions", json=fields).raise_for_status().json()
+            counter["tokens"] += answer["usage"]["completion_tokens"]
 
 
 def equality() -> list[Bar]:

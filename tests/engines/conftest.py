@@ -28,7 +28,12 @@ if HAS_VLLM:
     from paceline.testing.small_run import SmallRun
     from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
 
-SIZES = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512}
+SIZES: dict[str, Any] = {
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture(scope="session")

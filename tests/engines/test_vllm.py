@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from engines.conftest import worker
 from paceline.refit.compose.vllm_offline import LlmFollower
@@ -93,7 +95,10 @@ Spoil = Callable[[dict[str, TensorBuffer]], None]
 
 
 def without(name: str) -> Spoil:
-    return lambda state: state.pop(name) and None
+    def remove(state: dict[str, TensorBuffer]) -> None:
+        del state[name]
+
+    return remove
 
 
 def named(old: str, new: str) -> Spoil:
@@ -305,3 +310,20 @@ def test_bits_are_kept(llm: Any, run: SmallRun, follower: LlmFollower) -> None:
     live = worker(llm).model_runner.get_model().model.norm.weight
     assert torch.equal(live.data.view(torch.int16)[:4], odd)
     assert worker(llm).weight_transfer_engine.prove() == run.root
+
+
+def test_modelexpress_stops_at_the_device(llm: Any, run: SmallRun) -> None:
+    """VLLM's own modelexpress backend is there, and joins no service from a CPU; ours does.
+
+    Where a newer one gets further, this fails, and what it then installs can be tested.
+    """
+    theirs = WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend="modelexpress"),
+        worker(llm).vllm_config,
+        torch.device("cpu"),
+        worker(llm).model_runner.get_model(),
+    )
+    info = {"server_url": run.config.control, "model_name": "m"}
+    with pytest.raises(ValueError, match="supported device types: cuda"):
+        theirs.init_transfer_engine(theirs.parse_init_info(info))
+    theirs.shutdown()

@@ -15,8 +15,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from engines.conftest import worker
 from paceline.refit.apply import FULL, stage_install
-from paceline.refit.generators.vllm import part as parts
-from paceline.refit.generators.vllm.mirror import allocate, changes_of
+from paceline.refit.generators.vllm.mirror import allocate, as_tensor, changes_of
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.model import TensorBuffer
 from paceline.testing.payloads import delta_payload, tensor_entry
@@ -53,7 +52,7 @@ def load_plainly(config: Any, state: Mapping[str, TensorBuffer]) -> Any:
             torch.set_default_dtype(torch.float32)
         for parameter in model.parameters():
             parameter.zero_()
-    model.load_weights((name, parts.as_tensor(buffer)) for name, buffer in state.items())
+    model.load_weights((name, as_tensor(buffer)) for name, buffer in state.items())
     return model
 
 

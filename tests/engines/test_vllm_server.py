@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from paceline.core.waiting import wait_until
@@ -91,6 +92,22 @@ def test_serves_a_run(serve: Callable[[SmallRun], Any], run: SmallRun) -> None:
         assert (report.root_digest, report.verified) == (run.root, "mirror-bytes")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_server_does_not_outlive_its_starter(
+    serve: Callable[[SmallRun], Any], run: SmallRun
+) -> None:
+    """Killing ``paceline serve`` ends vLLM, workers and all."""
+    process = serve(run)
+    endpoint = json.loads(process.stdout.readline())["endpoint"]
+    (server,) = psutil.Process(process.pid).children()
+    everybody = [server, *server.children(recursive=True)]
+    process.kill()
+    _, alive = psutil.wait_procs(everybody, timeout=60)
+    assert alive == []
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{endpoint}/health")
 
 
 def across_an_update(http: httpx.Client, run: SmallRun) -> None:

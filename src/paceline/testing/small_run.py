@@ -2,30 +2,43 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from paceline.core.registry import load_entry
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
 from paceline.refit.generators.protocol import EngineConfig
-from paceline.refit.generators.transformers.tensors import view_live_tensors
 from paceline.refit.model import TensorBuffer, WeightVersion
-from paceline.refit.transports.http.server import HttpObjectServer
+from paceline.refit.staging.torch_bytes import byte_view
+from paceline.refit.transports.registry import OBJECT_SERVERS
 from paceline.testing.fakes.trainer import FakeTrainer, State, root_of
 
 DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 
 
 def state_of(model: torch.nn.Module) -> dict[str, TensorBuffer]:
-    """Copy a model's bytes."""
+    """Copy a model's bytes; a tied tensor appears once."""
+    ties = _ties_of(model)
+    views = [
+        byte_view(name, tensor) for name, tensor in model.state_dict().items() if name not in ties
+    ]
+    return {view.name: replace(view, data=memoryview(bytes(view.data))) for view in views}
+
+
+def _ties_of(model: torch.nn.Module) -> dict[str, str]:
+    """Return further names of a tensor -> its first name in the state dict."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict().items():
+        first.setdefault(tensor.data_ptr(), name)
     return {
-        name: TensorBuffer(
-            name=name, dtype=each.dtype, shape=each.shape, data=memoryview(bytes(each.data))
-        )
-        for name, each in view_live_tensors(model).buffers.items()
+        name: first[tensor.data_ptr()]
+        for name, tensor in model.state_dict().items()
+        if first[tensor.data_ptr()] != name
     }
 
 
@@ -55,9 +68,10 @@ class SmallRun:
             "data_token": DATA_TOKEN,
         }
         write_private_json(credentials, fields)
-        server = HttpObjectServer(token=lambda: DATA_TOKEN)
+        server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
+        server = server_class(token=lambda: DATA_TOKEN)
         self._parts.callback(server.close)
-        aliases = tuple(sorted(view_live_tensors(model).aliases.items()))
+        aliases = tuple(sorted(_ties_of(model).items()))
         self.trainer = FakeTrainer(self.control, server, aliases=aliases)
         self.config = compose.EngineServiceConfig(
             engine=EngineConfig(model_dir=model_dir),

@@ -1,6 +1,7 @@
 """A rollout engine that brings its own server, as a process that this one watches."""
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def start_engine_process(config: EngineServiceConfig) -> EngineProcess:
     shown = f"[{config.host}]" if ":" in config.host else config.host
     endpoint = f"http://{shown}:{config.port}"
     command: Any = load_entry(ENGINE_SERVERS, config.engine_name, port="engine with a server")
-    settings = ServerSettings(service=config, endpoint=endpoint)
+    settings = ServerSettings(service=config, endpoint=endpoint, parent=os.getpid())
     process = subprocess.Popen(  # noqa: S603 - our own interpreter
         command(
             config.engine,

@@ -8,8 +8,12 @@ routes stay vLLM's; they are let through while a version is served, and say whic
 import asyncio
 import hmac
 import json
+import os
+import signal
+import threading
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,6 +67,7 @@ CLOSED_PATHS: Final = frozenset(
 )
 """Routes of vLLM's development mode that would change the weights behind the receiver's back."""
 
+PARENT_LOOK_S: Final = 1.0
 STAGE_TIMEOUT_S: Final = 3600.0
 CALL_TIMEOUT_S: Final = 600.0
 
@@ -76,6 +81,8 @@ class ServerSettings:
     """Where clients reach the server."""
     pause_mode: str = "keep"
     """What an update does to running requests: keep, wait or abort."""
+    parent: int = 0
+    """Process whose end ends the server; 0: none."""
 
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
@@ -83,8 +90,8 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     service = asdict(settings.service)
     service["engine"]["model_dir"] = str(settings.service.engine.model_dir)
     service["credentials"] = str(settings.service.credentials or "")
-    said = {"service": service, "endpoint": settings.endpoint, "pause_mode": settings.pause_mode}
-    return {VARIABLE: json.dumps(said)}
+    rest = {name: getattr(settings, name) for name in ("endpoint", "pause_mode", "parent")}
+    return {VARIABLE: json.dumps({"service": service, **rest})}
 
 
 def read_settings(text: str | None) -> ServerSettings:
@@ -98,7 +105,7 @@ def read_settings(text: str | None) -> ServerSettings:
     service["credentials"] = Path(service["credentials"]) if service["credentials"] else None
     service["server_args"] = tuple(service["server_args"])
     config = EngineServiceConfig(engine=EngineConfig(**engine), **service)
-    return ServerSettings(service=config, endpoint=said["endpoint"], pause_mode=said["pause_mode"])
+    return ServerSettings(**{**said, "service": config})
 
 
 class RunMiddleware:
@@ -140,6 +147,17 @@ class RunMiddleware:
         loop = asyncio.get_running_loop()
         # In a thread: it talks to the control service, and to the engine over this loop.
         self._service = await asyncio.to_thread(_start_service, settings, client, loop)
+        if settings.parent:
+            watch = partial(_end_with, settings.parent)
+            threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Stop this server when whoever started it was killed: nobody else would."""
+    clock = system.system_clock()
+    while os.getppid() == parent:
+        clock.sleep(PARENT_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _Service:
