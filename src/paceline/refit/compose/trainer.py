@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
-from paceline.refit.compose.data import DataPlane, data_plane, open_source
+from paceline.refit.compose.data import DataPlane, data_plane, open_bucket, open_source
 from paceline.refit.compose.supply import signer, with_run_tls
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane
@@ -23,12 +23,20 @@ from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 
 if TYPE_CHECKING:
-    from paceline.refit.publisher import Publisher
+    from paceline.refit.publisher import CanonicalPublisher, Publisher
     from paceline.refit.rollouts import RolloutClient
     from paceline.refit.trainers.protocol import Quantise
 
 log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)
+
+
+class PublishedFormat(StrEnum):
+    """Who can read what is published."""
+
+    PACELINE = "paceline"
+    CANONICAL = "canonical"
+    """ModelExpress's receivers, from a bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,7 @@ class RunSettings:
     role: str = "trainer"
     index: int = 0
     payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
+    format: PublishedFormat = PublishedFormat.PACELINE
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
     anchor_every: int = 8
     max_staleness: int = 2
@@ -97,6 +106,10 @@ def _payload(text: str) -> WeightPayloadFormat:
     return _member(WeightPayloadFormat, text)
 
 
+def _format(text: str) -> PublishedFormat:
+    return _member(PublishedFormat, text)
+
+
 def _staging(text: str) -> TrainerStagingMode:
     return _member(TrainerStagingMode, text)
 
@@ -117,6 +130,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_ROLE": ("role", str),
     "PACELINE_INDEX": ("index", _number),
     "PACELINE_PAYLOAD": ("payload_format", _payload),
+    "PACELINE_FORMAT": ("format", _format),
     "PACELINE_STAGING": ("staging_mode", _staging),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
@@ -156,7 +170,7 @@ class TrainerConnection:
         *,
         wire_dtypes: Mapping[str, str] | None = None,
         quantise: "Quantise | None" = None,
-    ) -> "Publisher":
+    ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
         Args:
@@ -171,7 +185,7 @@ class TrainerConnection:
             PreflightError: the port cannot be listened on.
             ValueError: the tensors or the policy do not fit.
         """
-        from paceline.refit.publisher import Publisher, PublisherOptions
+        from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
 
         trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
         rate = self.settings.link_mbps
@@ -182,6 +196,24 @@ class TrainerConnection:
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
         )
         trainer.bind_tensors(tensors)
+        options = PublisherOptions(
+            model_name=self.settings.model_name,
+            run_id=self.settings.run_id,
+            worker_id=self.worker_id,
+            staging_mode=self.settings.staging_mode,
+            payload_format=self.settings.payload_format,
+            anchor_every=self.settings.anchor_every,
+            sign=signer(self._credentials),
+        )
+        if self.settings.format is PublishedFormat.CANONICAL:
+            return CanonicalPublisher(
+                control=self._control,
+                trainer=trainer,
+                bucket=open_bucket(self.settings.data),
+                clock=self._clock,
+                options=options,
+                notify=self.notify,
+            )
         server = open_source(
             with_run_tls(self.settings.data, self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
@@ -193,15 +225,7 @@ class TrainerConnection:
             trainer=trainer,
             source=server,
             clock=self._clock,
-            options=PublisherOptions(
-                model_name=self.settings.model_name,
-                run_id=self.settings.run_id,
-                worker_id=self.worker_id,
-                staging_mode=self.settings.staging_mode,
-                payload_format=self.settings.payload_format,
-                anchor_every=self.settings.anchor_every,
-                sign=signer(self._credentials),
-            ),
+            options=options,
             notify=self.notify,
         )
 

@@ -5,16 +5,20 @@ every ``anchor_every``-th, is a full checkpoint; the others are deltas to the ve
 Nothing is leased there and nothing deleted: what goes and when is for the bucket's own rules.
 """
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
+
+import numpy as np
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.delta import canonical
 from paceline.refit.delta.canonical import CanonicalTensor, FullTensor
-from paceline.refit.errors import ControlUnavailableError, PublishError
+from paceline.refit.delta.order import as_words, kind_of
+from paceline.refit.errors import ControlError, ControlUnavailableError, PublishError
 from paceline.refit.model import (
     ObjectStorageSource,
     ObjectStorageType,
@@ -35,6 +39,8 @@ from paceline.refit.publisher.values import (
 )
 from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsChain, TrainerEngineAdapter
+
+log = logging.getLogger(__name__)
 
 INDEX: Final = "model.safetensors.index.json"
 SHARD_BYTES_MAX: Final = 2**32
@@ -130,6 +136,10 @@ class CanonicalPublisher:
     def before_step(self) -> None:
         """Return at once: what is published was copied."""
 
+    def wait_installed(self, *, timeout_s: float) -> bool:
+        """Return False at once: stock receivers do not say what they serve."""
+        return False
+
     def close(self) -> None:
         """Give the arenas back; what is in the bucket stays. Idempotent."""
         if self._base is not None:
@@ -152,7 +162,14 @@ class CanonicalPublisher:
         self._create(uid, base_uid=None if base is None else base[2])
         try:
             sizes = [self._put(f"{uid}/{name}", data) for name, data in files]
-            said = self._description(staged, sequence, step, parent, sum(sizes))
+            said = self._description(
+                staged,
+                sequence=sequence,
+                step=step,
+                parent_root=parent,
+                payload_bytes=sum(sizes),
+                changed_elements=changed_elements(base and tensors_of(base[0]), new),
+            )
             self._persist(lambda: self._control.describe_version(uid, said))
             self._persist(lambda: self._control.update_version_state(uid, VersionState.READY))
         except BaseException as exc:
@@ -194,32 +211,25 @@ class CanonicalPublisher:
         If READY was said and the reply lost, somebody may have it as a base: a full one follows.
         """
         self._since_full = self._options.anchor_every
-        if isinstance(cause, PacelineError) and not isinstance(cause, ControlUnavailableError):
+        if isinstance(cause, ControlUnavailableError):
+            return
+        try:
             self._control.delete_version(uid)
+        except ControlError as exc:
+            log.warning("version %s did not come out and could not be retired: %s", uid, exc)
 
     def _put(self, key: str, data: bytes) -> int:
         self._bucket.put_new(key, [memoryview(data)])
         return len(data)
 
-    def _description(
-        self,
-        staged: StagedWeightVersionShardData,
-        sequence: int,
-        step: int,
-        parent: str | None,
-        payload_bytes: int,
-    ) -> VersionDescription:
+    def _description(self, staged: StagedWeightVersionShardData, **more: Any) -> VersionDescription:
         buffers = _buffers(staged)
         return VersionDescription(
             run_id=self._options.run_id,
-            sequence=sequence,
-            step=step,
             root_digest=buffers.manifest.root_digest,
-            parent_root=parent,
-            payload_bytes=payload_bytes,
             full_bytes=buffers.full_bytes,
-            changed_elements=buffers.total_elements,
             total_elements=buffers.total_elements,
+            **more,
         )
 
     def _persist(self, call: Callable[[], _T]) -> _T:
@@ -239,6 +249,18 @@ def tensors_of(staged: StagedWeightVersionShardData) -> Mapping[str, FullTensor]
         )
         for segment in buffers.manifest.segments
     }
+
+
+def changed_elements(base: Mapping[str, FullTensor] | None, new: Mapping[str, FullTensor]) -> int:
+    """Return how many elements have other bits than in ``base``; without one all are new."""
+    if base is None:
+        return sum(math.prod(item.shape) for item in new.values())
+    count = 0
+    for name, item in new.items():
+        width = kind_of(item.dtype).width
+        differs = as_words(base[name].data, width) != as_words(item.data, width)
+        count += int(np.count_nonzero(differs))
+    return count
 
 
 def delta_files(
