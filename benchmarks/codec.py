@@ -29,7 +29,7 @@ from paceline.refit.model import TensorBuffer
 from paceline.testing.payloads import delta_payload, tensor_entry
 
 ROOT = Path(__file__).parents[1]
-TURNS = 7
+TURNS = 5
 IN_A_ROW = 4
 """Within a turn, so that nobody pays for a processor that the one before left asleep."""
 RATES = (1e-6, 3e-6, 1e-5)
