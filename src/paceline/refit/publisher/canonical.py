@@ -298,7 +298,7 @@ def full_files(
             size = 0
         shards[-1][name] = item
         size += len(item.data)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for at, shard in enumerate(shards):
         file = canonical.full_shard_name(at, len(shards))
         weight_map |= dict.fromkeys(shard, file)

@@ -164,7 +164,7 @@ def prove_device(tensors: Mapping[str, Any], entries: Iterable[TensorEntry]) -> 
     for entry in entries:
         if entry.name in tensors:
             words = words_of(tensors[entry.name], kind_of(entry.dtype)).cpu()
-            if content_digest(memoryview(words.view(torch.uint8).numpy())) != entry.digest:
+            if content_digest(words.view(torch.uint8).numpy().data) != entry.digest:
                 raise VerifyError(
                     f"tensor {entry.name!r} on its device does not have the digest of this version"
                 )
