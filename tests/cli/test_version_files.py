@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from paceline.cli.versions import versions
-from paceline.refit.delta.canonical import FullTensor, render_full_shard
+from paceline.refit.delta.canonical import FullTensor, render_full_shard, versions_of
 from paceline.refit.errors import VerifyError
 from paceline.refit.inspection import read_checkpoint
 
@@ -170,6 +170,17 @@ def test_canonical_deltas_are_written_and_read(tmp_path: Path) -> None:
     (folder / "model-00000-of-00001.safetensors").unlink()
     with pytest.raises(VerifyError, match="is missing"):
         run("verify", folder, "--base", v0)
+
+
+def test_canonical_deltas_say_the_names_that_they_are_given(tmp_path: Path) -> None:
+    """Versions are called as on record, not as files; other deltas carry no names."""
+    v0, v1 = checkpoints(tmp_path, 2)
+    write = ("diff", v0, v1, "--write", tmp_path / "c", "--format", "canonical")
+    run(*write, "--name", "run-000007", "--base-name", "run-000006")
+    index = (tmp_path / "c" / "model.safetensors.index.json").read_bytes()
+    assert versions_of(index) == ("run-000007", "run-000006")
+    refused = CliRunner().invoke(versions, ["diff", str(v0), str(v1), "--name", "x"])
+    assert "--format canonical" in refused.output
 
 
 def test_equal_checkpoints_make_an_empty_canonical_delta(tmp_path: Path) -> None:

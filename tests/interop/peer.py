@@ -319,6 +319,38 @@ def torch_uint8() -> Any:
     return torch.uint8
 
 
+def follow() -> None:
+    """Install versions that Paceline published, one after another; the first is the seed."""
+    import torch
+    from safetensors.torch import load_file
+
+    root = Path(tempfile.mkdtemp())
+    first, *later = os.environ["VERSIONS"].split(",")
+    with generator(Path(os.environ["SEED"]), root, initial=first) as (serving, installed):
+        for uid in later:
+            handle = serving.stage_weight(version=WeightVersionRef(uid))
+            serving.apply_weight(handle)
+            handle.release()
+            got = {}
+            for path in sorted(Path(installed[-1]).glob("*.safetensors")):
+                got.update(load_file(path))
+            expected = load_file(Path(os.environ["EXPECTED"]) / f"{uid}.safetensors")
+            same = {
+                name: got[name].dtype == tensor.dtype
+                and got[name].shape == tensor.shape
+                and torch.equal(bits(got[name]), bits(tensor))
+                for name, tensor in expected.items()
+            }
+            show(version=uid, same=same, more=sorted(got.keys() - expected.keys()))
+
+
+def bits(tensor: Any) -> Any:
+    """Return a tensor's bytes."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def buckets(weights: Any) -> list[list[Any]]:
     """Return the tensors as their trainer client takes them."""
     return [[(name, tensor.clone()) for name, tensor in weights.items()]]
@@ -356,7 +388,7 @@ def trainer(seed: Path, prefix: str) -> Any:
 
 
 @contextlib.contextmanager
-def generator(seed: Path, root: Path) -> Any:
+def generator(seed: Path, root: Path, *, initial: str = "seed") -> Any:
     """Yield their generator client, and where it says that checkpoints were installed from."""
     from modelexpress_rl.inference.client import (
         ModelExpressGeneratorClient,
@@ -379,7 +411,7 @@ def generator(seed: Path, root: Path) -> Any:
             model_name=MODEL,
             object_storage=ObjectStorageGeneratorConfig(
                 storage_type=ObjectStorageType.S3,
-                initial_base_version_id="seed",
+                initial_base_version_id=initial,
                 seed_checkpoint_path=seed,
                 refit_checkpoint_dir=root / "local",
                 endpoint_url=os.environ["S3_ENDPOINT"],
@@ -394,9 +426,8 @@ def generator(seed: Path, root: Path) -> Any:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (descriptors, control, workers, storage, reads_ours, shard_table)}[
-        sys.argv[1]
-    ]()
+    todo = (descriptors, control, workers, storage, reads_ours, shard_table, follow)
+    {f.__name__: f for f in todo}[sys.argv[1]]()
     # Their libraries leave threads behind that would keep the process.
     sys.stdout.flush()
     os._exit(0)

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from google.protobuf.descriptor import FieldDescriptor
+from safetensors.torch import save_file
 
 from paceline.refit.control.auth import TokenRole
+from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.control.worker import ManifestServer
+from paceline.refit.publisher import CanonicalPublisher, PublisherOptions
+from paceline.refit.publisher.canonical import INDEX
+from paceline.refit.trainers.torch_module import TorchModuleTrainer
+from paceline.refit.transports.objectstore.bucket import Bucket, BucketOptions
 from paceline.refit.wire import refit_pb2
 from paceline.store.memory import MemoryStore
 from paceline.system import environ, system_clock
@@ -154,3 +161,68 @@ def test_their_trainer_and_generator_exchange_versions_through_object_storage(
     assert [v.state.value for v in client.list_versions("peer-model")] == ["READY"] * 3
     assert client.list_leases("delta-1") == []
     client.close()
+
+
+def test_their_generator_follows_what_we_publish_in_the_canonical_format(
+    service: LoopbackControl, tmp_path: Path
+) -> None:
+    """A checkpoint, deltas, one without changes, a checkpoint again: bit for bit each time."""
+    weights = {
+        "b": torch.randn(300, 20).to(torch.bfloat16),
+        "n": torch.tensor([1, 2, 3]),
+        "s": torch.tensor(float("nan")),
+    }
+    (tmp_path / "seed").mkdir()
+    save_file(weights, tmp_path / "seed" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (tmp_path / "seed" / INDEX).write_text(json.dumps(index), encoding="utf8")
+    client = service.client()
+    trainer = TorchModuleTrainer(clock=system_clock())
+    trainer.bind_tensors(weights)
+    formats = []
+    with FakeS3() as s3, canonical_publisher(client, trainer, s3) as publisher:
+        for step in range(5):
+            published = publisher.publish(step=step)
+            formats.append((published.payload_format.value, published.changed_elements))
+            save_file(weights, tmp_path / f"{published.version_id}.safetensors")
+            if step != 1:
+                weights["b"][step, :7] += 1
+                weights["n"][step % 3] = -step
+        versions = [version.uid for version in client.list_versions("peer-model")]
+        told = play(
+            "follow",
+            tmp_path,
+            service,
+            S3_ENDPOINT=s3.endpoint,
+            SEED=str(tmp_path / "seed"),
+            EXPECTED=str(tmp_path),
+            VERSIONS=",".join(versions),
+        )
+    delta, full = "XOR_DELTA", "FULL_HF_CHECKPOINT"
+    assert formats == [(full, 6004), (delta, 8), (delta, 0), (delta, 8), (full, 6004)]
+    assert told == [
+        {"version": uid, "same": dict.fromkeys("bns", True), "more": []} for uid in versions[1:]
+    ]
+    assert [v.state.value for v in client.list_versions("peer-model")] == ["READY"] * 5
+    client.close()
+
+
+def canonical_publisher(
+    control: ControlPlane, trainer: TorchModuleTrainer, s3: FakeS3
+) -> CanonicalPublisher:
+    """Return a publisher into the bucket, not started."""
+    config = {
+        "endpoint": s3.endpoint,
+        "region": "us-east-1",
+        "access_key_id": "nobody",
+        "secret_access_key": "nothing",
+    }
+    return CanonicalPublisher(
+        control=control,
+        trainer=trainer,
+        bucket=Bucket("s3://bucket/run", options=BucketOptions(config=config, allow_http=True)),
+        clock=system_clock(),
+        options=PublisherOptions(
+            model_name="peer-model", run_id="r", worker_id="t-0", anchor_every=4
+        ),
+    )

@@ -23,6 +23,7 @@ from paceline.refit.delta.order import WordKind, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
 from paceline.refit.kernels.registry import load_loops
+from paceline.refit.manifest.payload import describe_object
 from paceline.refit.manifest.v1 import Manifest, Scheme
 from paceline.refit.model import TensorBuffer, TensorEntry
 from paceline.testing.corpus import corpus
@@ -290,6 +291,49 @@ def test_altered_objects_are_refused() -> None:
     refused("bytes instead of", (manifest, data[:-1]), live, base=base)
     with pytest.raises(VerifyError, match="not fetched"):
         stage_install(manifest, {}, live=live, aliases={}, base=base)
+
+
+def test_every_flip_and_cut_of_a_delta_is_refused_before_a_byte_changes() -> None:
+    """Also where the hashes of the object are right: what decodes to the version is the version."""
+    words = np.arange(0x3C00, 0x3C60, dtype="<u2")
+    base = {"w": TensorBuffer(name="w", dtype="BF16", shape=(96,), data=_writable(words))}
+    words[[3, 20, 90]] += np.array([1, 2, 999], dtype="<u2")
+    new = {"w": replace(base["w"], data=_writable(words))}
+    manifest, data = delta_payload(base, new, scheme_of={"w": Scheme.GAP})
+    (segment,) = manifest.segments
+    damaged = [data[:size] for size in range(segment.offset, len(data))]
+    for bit in range(8 * segment.offset, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    before, known = content(base), entries_of(base)
+    for payload in damaged:
+        with pytest.raises(VerifyError):
+            staged((manifest, payload), base, base=known)
+        described = describe_object([memoryview(payload)], chunk_bytes=1000)
+        forged = replace(
+            manifest,
+            objects=(described,),
+            segments=(
+                replace(
+                    segment,
+                    object_id=described.object_id,
+                    num_bytes=len(payload) - segment.offset,
+                ),
+            ),
+        )
+        try:
+            install = staged((forged, payload), base, base=known)
+        except VerifyError:
+            assert content(base) == before
+            continue
+        write_install(install)
+        assert content(base) == content(new)
+        base["w"].data[:] = before["w"]
+
+
+def _writable(words: Words) -> memoryview:
+    return memoryview(bytearray(words.tobytes()))
 
 
 def test_wrong_result_is_refused() -> None:

@@ -32,21 +32,37 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
     show_default=True,
     help="Canonical is what ModelExpress receivers read from object storage.",
 )
+@click.option("--name", help="What it leads to, in canonical; NEW's file name by default.")
+@click.option("--base-name", help="What it applies to, in canonical; BASE's file name by default.")
 @click.option("--slot", "slot_id", default="file", show_default=True, help="Its source slot.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def diff(
-    *, base: Path, new: Path, folder: Path | None, form: str, slot_id: str, as_json: bool
+def diff(  # noqa: PLR0913 - one parameter per option
+    *,
+    base: Path,
+    new: Path,
+    folder: Path | None,
+    form: str,
+    name: str | None,
+    base_name: str | None,
+    slot_id: str,
+    as_json: bool,
 ) -> None:
     """Show what changes from checkpoint BASE to checkpoint NEW, per layer and in each scheme."""
     from paceline.refit import inspection
     from paceline.refit.kernels.registry import process_tools
 
+    if (name or base_name) and (folder is None or form != "canonical"):
+        raise click.UsageError("--name and --base-name are for --write with --format canonical")
     tools = process_tools()
     old, now = inspection.read_checkpoint(base), inspection.read_checkpoint(new)
     found = list(inspection.diff_checkpoints(old, now, tools=tools))
     if folder is not None and form == "canonical":
         inspection.write_canonical(
-            folder, old, now, version=new.stem or "new", base_version=base.stem or "base"
+            folder,
+            old,
+            now,
+            version=name or new.stem or "new",
+            base_version=base_name or base.stem or "base",
         )
     elif folder is not None:
         version = inspection.make_delta(old, now, slot_id=slot_id, tools=tools)

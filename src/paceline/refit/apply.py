@@ -373,7 +373,8 @@ class _Written:
     """What was overwritten; None where the chunk can be taken back without it."""
 
 
-def _updates(write: TensorWrite, tools: Tools) -> Iterable[Update]:
+def updates_of(write: TensorWrite, tools: Tools) -> Iterable[Update]:
+    """Return what happens to each chunk, from live memory as it is before the write."""
     if write.steps is not None:
         return write.steps
     base = write.live.data.cast("B")
@@ -388,7 +389,7 @@ def _old_words(write: TensorWrite, update: Update, tools: Tools) -> Words:
 
 
 def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
-    for update in _updates(write, tools):
+    for update in updates_of(write, tools):
         steps = update.new if isinstance(update.new, Steps) else None
         journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
 
@@ -401,7 +402,7 @@ def _write_tensor(
     goes_back = write.steps is not None or is_flip(
         write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
     )
-    for update in _updates(write, tools):
+    for update in updates_of(write, tools):
         here = write.live[update.part]
         if hasher is not None:
             hasher.update(write.live[hashed : update.part.start].data)
@@ -441,7 +442,7 @@ def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
                 count = flipped.get(item.write.name, (item.write, 0))[1]
                 flipped[item.write.name] = (item.write, count + 1)
         for write, count in flipped.values():
-            for _, update in zip(range(count), _updates(write, tools), strict=False):
+            for _, update in zip(range(count), updates_of(write, tools), strict=False):
                 write.live[update.part] = update.new
     except BaseException as exc:  # whatever it was, the state is unknown and must be said so
         raise UncertainStateError(

@@ -81,6 +81,7 @@ def role_env(
         ours |= {
             "PACELINE_MODEL": job.refit.model,
             "PACELINE_PAYLOAD": job.refit.payload,
+            "PACELINE_FORMAT": job.refit.format,
             "PACELINE_STAGING": job.refit.staging,
             "PACELINE_TRANSPORTS": ",".join(job.refit.transports),
             "PACELINE_MAX_STALENESS": str(job.refit.max_staleness),

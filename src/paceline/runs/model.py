@@ -51,6 +51,8 @@ class RefitSpec:
 
     model: str
     payload: str = "XOR_DELTA"
+    format: str = "paceline"
+    """``canonical``: what ModelExpress receivers read from the bucket, and ours do not."""
     staging: str = "COPY_TO_HOST"
     transports: tuple[str, ...] = ("http",)
     """What weights travel over, the preferred first."""

@@ -232,6 +232,7 @@ class _Budget(_Section):
 class _Refit(_Section):
     model: _Text
     payload: Literal["XOR_DELTA", "FULL_TENSOR"] = "XOR_DELTA"
+    format: Literal["paceline", "canonical"] = "paceline"
     staging: Literal["COPY_TO_HOST", "IN_PLACE", "WRITE_TO_STORAGE"] = "COPY_TO_HOST"
     transports: Annotated[
         list[Literal["nixl", "http", "objectstore"]], BeforeValidator(_listed), Field(min_length=1)
@@ -302,6 +303,8 @@ class _Checker:
         if refit and "objectstore" in refit.transports and not refit.bucket:
             problem = "objectstore needs refit.bucket, such as s3://bucket/runs"
             self._say(("refit", "transports"), problem)
+        if refit and refit.format == "canonical":
+            self._check_canonical(refit)
         if self._problems:
             return None
         return JobSpec(
@@ -321,6 +324,14 @@ class _Checker:
             roles=roles if isinstance(roles, dict) else {},
             **{key: given.get(key) for key in ("budget", "refit", "artifacts")},
         )
+
+    def _check_canonical(self, refit: _Refit) -> None:
+        if refit.transports != ["objectstore"] or not refit.bucket.startswith("s3://"):
+            problem = "canonical is read from S3: transports: [objectstore], bucket: s3://..."
+            self._say(("refit", "format"), problem)
+        if refit.payload != "XOR_DELTA" or refit.staging != "COPY_TO_HOST":
+            problem = "canonical needs payload: XOR_DELTA and staging: COPY_TO_HOST"
+            self._say(("refit", "format"), problem)
 
     def _check_roles(
         self, top: _Top, roles: Mapping[str, _Role], kinds: Mapping[str, RoleKind]

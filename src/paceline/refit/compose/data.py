@@ -128,6 +128,21 @@ def open_reader(plane: DataPlane, *, token: Callable[[], str], name: str) -> Obj
     return SeveralReaders(readers, clock=system.system_clock())
 
 
+def open_bucket(plane: DataPlane) -> Any:
+    """Return the run's prefix of its bucket.
+
+    Raises:
+        UsageError: the run has none.
+        PreflightError: it cannot be used.
+    """
+    if not plane.bucket:
+        raise UsageError(
+            "the canonical format is read from a bucket: set refit.bucket in the job file, or "
+            "PACELINE_BUCKET"
+        )
+    return _bucket(plane.bucket, allow_http=plane.allow_http_bucket)
+
+
 def is_bucket(address: str) -> bool:
     """Say whether a control service's address is a bucket to follow instead."""
     return address.partition("://")[0] in _SCHEMES["objectstore"] and "://" in address

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import connect_control, load_credentials
-from paceline.refit.compose.data import DataPlane, data_plane, open_source
+from paceline.refit.compose.data import DataPlane, data_plane, open_bucket, open_source
 from paceline.refit.compose.supply import signer, with_run_tls
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
@@ -23,12 +24,21 @@ from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 
 if TYPE_CHECKING:
-    from paceline.refit.publisher import Publisher
+    from paceline.refit.publisher import CanonicalPublisher, Publisher
     from paceline.refit.rollouts import RolloutClient
     from paceline.refit.trainers.protocol import Quantise
+    from paceline.refit.transports.several import Source
 
 log = logging.getLogger(__name__)
 _E = TypeVar("_E", bound=Enum)
+
+
+class PublishedFormat(StrEnum):
+    """Who can read what is published."""
+
+    PACELINE = "paceline"
+    CANONICAL = "canonical"
+    """ModelExpress's receivers, from a bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,7 @@ class RunSettings:
     role: str = "trainer"
     index: int = 0
     payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
+    format: PublishedFormat = PublishedFormat.PACELINE
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
     anchor_every: int = 8
     max_staleness: int = 2
@@ -97,6 +108,10 @@ def _payload(text: str) -> WeightPayloadFormat:
     return _member(WeightPayloadFormat, text)
 
 
+def _format(text: str) -> PublishedFormat:
+    return _member(PublishedFormat, text)
+
+
 def _staging(text: str) -> TrainerStagingMode:
     return _member(TrainerStagingMode, text)
 
@@ -117,6 +132,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_ROLE": ("role", str),
     "PACELINE_INDEX": ("index", _number),
     "PACELINE_PAYLOAD": ("payload_format", _payload),
+    "PACELINE_FORMAT": ("format", _format),
     "PACELINE_STAGING": ("staging_mode", _staging),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
@@ -156,7 +172,7 @@ class TrainerConnection:
         *,
         wire_dtypes: Mapping[str, str] | None = None,
         quantise: "Quantise | None" = None,
-    ) -> "Publisher":
+    ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
         Args:
@@ -171,8 +187,27 @@ class TrainerConnection:
             PreflightError: the port cannot be listened on.
             ValueError: the tensors or the policy do not fit.
         """
-        from paceline.refit.publisher import Publisher, PublisherOptions
+        from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
 
+        options = PublisherOptions(
+            model_name=self.settings.model_name,
+            run_id=self.settings.run_id,
+            worker_id=self.worker_id,
+            staging_mode=self.settings.staging_mode,
+            payload_format=self.settings.payload_format,
+            anchor_every=self.settings.anchor_every,
+            sign=signer(self._credentials),
+        )
+        made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
+        if self.settings.format is PublishedFormat.CANONICAL:
+            return CanonicalPublisher(
+                control=self._control,
+                trainer=made(storage=None),
+                bucket=open_bucket(self.settings.data),
+                clock=self._clock,
+                options=options,
+                notify=self.notify,
+            )
         server = open_source(
             with_run_tls(self.settings.data, self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
@@ -180,16 +215,7 @@ class TrainerConnection:
         )
         with ExitStack() as undo:
             undo.callback(server.close)
-            trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
-            rate = self.settings.link_mbps
-            trainer = trainer_class(
-                clock=self._clock,
-                wire_dtypes=wire_dtypes,
-                quantise=quantise,
-                link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
-                storage=server,
-            )
-            trainer.bind_tensors(tensors)
+            trainer = made(storage=server)
             undo.pop_all()
         self._parts.callback(server.close)
         return Publisher(
@@ -197,17 +223,30 @@ class TrainerConnection:
             trainer=trainer,
             source=server,
             clock=self._clock,
-            options=PublisherOptions(
-                model_name=self.settings.model_name,
-                run_id=self.settings.run_id,
-                worker_id=self.worker_id,
-                staging_mode=self.settings.staging_mode,
-                payload_format=self.settings.payload_format,
-                anchor_every=self.settings.anchor_every,
-                sign=signer(self._credentials),
-            ),
+            options=options,
             notify=self.notify,
         )
+
+    def _trainer(
+        self,
+        tensors: object,
+        *,
+        wire_dtypes: Mapping[str, str] | None,
+        quantise: "Quantise | None",
+        storage: "Source | None",
+    ) -> Any:
+        """Return an adapter with the tensors bound. Raises MissingExtraError, ValueError."""
+        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        rate = self.settings.link_mbps
+        trainer = trainer_class(
+            clock=self._clock,
+            wire_dtypes=wire_dtypes,
+            quantise=quantise,
+            link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
+            storage=storage,
+        )
+        trainer.bind_tensors(tensors)
+        return trainer
 
     def rollouts(self) -> "RolloutClient":
         """Return a client of the run's rollout engines; closed with the connection."""

@@ -7,6 +7,7 @@ from typing import Any
 from paceline import system
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.registry import load_entry
+from paceline.refit.compose.control import load_credentials
 from paceline.refit.compose.engine import (
     EngineServiceConfig,
     control_of,

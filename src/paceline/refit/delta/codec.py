@@ -66,21 +66,53 @@ def encode_tensor(
     sparse, changed = _encode_steps(old, now, kind, tools)
     if not changed:
         return None
-    found: dict[Scheme, Buffer] = {Scheme.RAW: new}
-    raw_bytes = now.nbytes
-    if sparse is not None:
-        found[Scheme.GAP] = sparse
-        if kind.exponent_bits and choice.is_classed_worth_measuring(
-            len(sparse), raw_bytes=raw_bytes, link=link
-        ):
-            found[Scheme.CLASSED] = encode_as(Scheme.CLASSED, base, new, dtype=dtype, tools=tools)
-    if choice.is_dense_worth_measuring(
-        None if sparse is None else len(sparse), raw_bytes=raw_bytes
-    ):
-        found[Scheme.DENSE] = encode_as(Scheme.DENSE, base, new, dtype=dtype, tools=tools)
-    sizes = {scheme: len(data) for scheme, data in found.items()}
-    best = choice.choose(sizes, raw_bytes=raw_bytes, link=link)
-    return EncodedTensor(scheme=best, data=found[best], changed_elements=changed)
+
+    def classed() -> Buffer:
+        return encode_as(Scheme.CLASSED, base, new, dtype=dtype, tools=tools)
+
+    found = _Found(sparse=sparse, classed=classed, changed_elements=changed)
+    return _best(found, base, new, dtype=dtype, tools=tools, link=link)
+
+
+def encode_found(
+    chunked: Sequence[Steps],
+    base: Buffer,
+    new: Buffer,
+    *,
+    dtype: str,
+    tools: Tools = REFERENCE,
+    link: Link = LOCAL,
+) -> EncodedTensor | None:
+    """Encode what was found elsewhere: the result of ``encode_tensor`` without its search.
+
+    ``chunked`` are the steps of every chunk, at most ``most_steps`` each.
+    """
+    kind = kind_of(dtype)
+    old, _ = _pair(base, new, kind)
+    changed = sum(map(len, chunked))
+    if not changed:
+        return None
+
+    def classed() -> Buffer:
+        jobs = zip(chunked, chunks(len(old), kind), strict=True)
+        return join_records(
+            list(
+                tools.run(
+                    lambda job: gap.render_classed(job[0], old[job[1]], kind, loops=tools.loops),
+                    jobs,
+                )
+            )
+        )
+
+    sparse = join_records(list(tools.run(lambda one: gap.render(one, new_compressor()), chunked)))
+    found = _Found(sparse=sparse, classed=classed, changed_elements=changed)
+    return _best(found, base, new, dtype=dtype, tools=tools, link=link)
+
+
+def most_steps(num_elements: int, kind: WordKind) -> int:
+    """Return up to how many changes of a chunk are looked at as steps."""
+    is_small = num_elements * kind.width <= choice.SMALL_BYTES
+    return num_elements if is_small else num_elements // 2
 
 
 def encode_as(
@@ -207,12 +239,43 @@ def split_records(data: memoryview, count: int) -> list[memoryview]:
     return records
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The changes of a tensor."""
+
+    sparse: bytes | None
+    """In GAP; None where too much changes for it."""
+    classed: Callable[[], Buffer]
+    changed_elements: int
+
+
+def _best(
+    found: _Found, base: Buffer, new: Buffer, *, dtype: str, tools: Tools, link: Link
+) -> EncodedTensor:
+    """Measure the schemes that may win, and take the one that arrives first."""
+    raw_bytes, sparse = len(new), found.sparse
+    data: dict[Scheme, Buffer] = {Scheme.RAW: new}
+    if sparse is not None:
+        data[Scheme.GAP] = sparse
+        if kind_of(dtype).exponent_bits and choice.is_classed_worth_measuring(
+            len(sparse), raw_bytes=raw_bytes, link=link
+        ):
+            data[Scheme.CLASSED] = found.classed()
+    if choice.is_dense_worth_measuring(
+        None if sparse is None else len(sparse), raw_bytes=raw_bytes
+    ):
+        data[Scheme.DENSE] = encode_as(Scheme.DENSE, base, new, dtype=dtype, tools=tools)
+    sizes = {scheme: len(each) for scheme, each in data.items()}
+    best = choice.choose(sizes, raw_bytes=raw_bytes, link=link)
+    return EncodedTensor(scheme=best, data=data[best], changed_elements=found.changed_elements)
+
+
 def _encode_steps(old: Words, new: Words, kind: WordKind, tools: Tools) -> tuple[bytes | None, int]:
     """Return the GAP form, or None where too much changes for it, and how many elements do."""
 
     def record(part: slice) -> tuple[bytes | None, int]:
         before, after = old[part], new[part]
-        most = len(before) if before.nbytes <= choice.SMALL_BYTES else len(before) // 2
+        most = most_steps(len(before), kind)
         steps = tools.loops.diff(before, after, kind, first=part.start, most=most)
         if steps is None:
             return None, int(np.count_nonzero(before != after))

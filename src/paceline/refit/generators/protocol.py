@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.errors import UsageError
 from paceline.refit.errors import BadRequestError
@@ -61,6 +61,22 @@ class GeneratorEngineAdapter(Protocol):
 
     def installed(self) -> InstalledVersion | None:
         """Return what is served, None before the first install or in an uncertain state."""
+        ...
+
+
+@runtime_checkable
+class SupportsDeviceTensors(Protocol):
+    """An engine with parameters on a device; their ``live_tensors`` are a copy in host memory.
+
+    The receiver proves versions against that copy, writes changed elements to both, and reads the
+    device back whenever it reads all live bytes.
+    """
+
+    def device_tensors(self) -> Mapping[str, Any]:
+        """Return the torch tensors, contiguous, by their names in ``live_tensors``.
+
+        The same memory each time; equal to the copy in every bit between installs.
+        """
         ...
 
 

@@ -25,6 +25,9 @@ DEVICE_LOOPS: Final[dict[str, LazyEntry]] = {
 }
 """Name -> class of the loops where tensors live."""
 
+PickLoops = Callable[[str], DeviceLoops | None]
+"""Takes the type of a device."""
+_TRITON_DEVICES: Final = frozenset({"cuda", "xpu"})
 _THREADS_MAX: Final = 8
 """Beyond this the memory bus is the limit, and the engine on this machine wants its cores."""
 
@@ -47,6 +50,18 @@ def load_device_loops(name: str) -> DeviceLoops:
     """Return the device loops of that name. Raises UsageError or MissingExtraError."""
     loops = cast("type[DeviceLoops]", load_entry(DEVICE_LOOPS, name, port="device loops"))
     return loops()
+
+
+def loops_on(device_type: str) -> DeviceLoops | None:
+    """Return what compares and writes tensors on this kind of device; None: host memory.
+
+    The one place that knows: ``cpu`` is what the loops on the processor are for, triton runs on
+    what it has a code generator for, torch everywhere else.
+    """
+    if device_type == "cpu":
+        return None
+    is_known = device_type in _TRITON_DEVICES and find_spec("triton") is not None
+    return load_device_loops("triton" if is_known else "torch")
 
 
 @lru_cache

@@ -1,5 +1,6 @@
 """A training loop's way to publish: start, publish after a step, close."""
 
+from paceline.refit.publisher.canonical import CanonicalPublisher
 from paceline.refit.publisher.publish import Publisher
 from paceline.refit.publisher.values import (
     Notify,
@@ -10,6 +11,7 @@ from paceline.refit.publisher.values import (
 )
 
 __all__ = [
+    "CanonicalPublisher",
     "Notify",
     "PublishedVersion",
     "Publisher",

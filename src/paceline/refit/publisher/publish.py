@@ -14,7 +14,6 @@ from typing import Self, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PacelineError
-from paceline.core.retry import RetryPolicy
 from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
@@ -39,6 +38,7 @@ from paceline.refit.model import (
     WorkerRole,
 )
 from paceline.refit.publisher.composed import Composer
+from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.values import (
     Notify,
@@ -57,11 +57,7 @@ from paceline.refit.transports.protocol import SupportsCommits
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 _POLL_S = 0.1
-_CALL_RETRY = RetryPolicy(attempts=1000, first_delay_s=0.2, delay_s_max=2.0, jitter=0.0)
-"""The deadline ends it, not the count."""
 _T = TypeVar("_T")
 
 
@@ -474,14 +470,4 @@ class Publisher:
 
     def _persist(self, call: Callable[[], _T]) -> _T:
         """Repeat an idempotent call while the service does not answer, until the deadline."""
-        deadline = self._clock.monotonic() + self._options.control_wait_s
-        tries = 0
-        while True:
-            try:
-                return call()
-            except ControlUnavailableError:
-                tries += 1
-                delay_s = _CALL_RETRY.delay_s(tries, chance=0.0)
-                if delay_s is None or self._clock.monotonic() + delay_s > deadline:
-                    raise
-                self._clock.sleep(delay_s)
+        return persist(call, clock=self._clock, wait_s=self._options.control_wait_s)

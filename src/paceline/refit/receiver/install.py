@@ -16,7 +16,11 @@ from paceline.refit.apply import (
 )
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import UncertainStateError, VerifyError
-from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
+from paceline.refit.generators.protocol import (
+    GeneratorEngineAdapter,
+    InstalledVersion,
+    SupportsDeviceTensors,
+)
 from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.signature import Trust, statement_of
 from paceline.refit.manifest.v1 import Manifest
@@ -168,7 +172,7 @@ class Installer:
                 version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
             pause_s = self._engine.at_safe_point(
-                lambda: write_install(staged, tools=self._tools),
+                self._writer(staged, base),
                 installed=label,
                 timeout_s=self._limits.safe_point_timeout_s,
             )
@@ -263,6 +267,24 @@ class Installer:
         )
         return staged, sum(len(data) for data in objects.values())
 
+    def _writer(
+        self, staged: StagedInstall, base: Mapping[str, TensorEntry] | None
+    ) -> Callable[[], None]:
+        """Return what is left to do at the safe point."""
+        engine = self._engine
+        if not isinstance(engine, SupportsDeviceTensors):
+            return lambda: write_install(staged, tools=self._tools)
+        from paceline.refit.staging.mirror import DeviceInstall, refresh_device
+
+        if base is not None:
+            return DeviceInstall(staged, engine.device_tensors(), tools=self._tools).write
+
+        def write() -> None:  # nothing is known of the device either
+            write_install(staged, tools=self._tools)
+            refresh_device(engine.device_tensors(), self._engine.live_tensors())
+
+        return write
+
     def _trust_in(self, version: WeightVersion) -> Trust | None:
         key = self._supply.verify_key
         return None if key is None else Trust(key=key, expected=statement_of(version))
@@ -280,6 +302,10 @@ class Installer:
         try:
             only = None if checks.whole else ()
             root = prove_live(self._engine.live_tensors(), staged.entries, only=only)
+            if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
+                from paceline.refit.staging.mirror import prove_device
+
+                prove_device(self._engine.device_tensors(), staged.entries)
         except VerifyError as exc:
             raise UncertainStateError(
                 f"live weights are not version {label.version_id}: {exc}"

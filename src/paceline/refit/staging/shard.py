@@ -151,14 +151,20 @@ def _refuse(name: str, problem: str) -> None:
         raise ValueError(f"tensor {name[:80]!r} cannot stand in a manifest: {problem}")
 
 
-def describe_capture(layout: ShardLayout, arena: Arena) -> Capture:
-    """Digest every tensor of a filled arena, and write the header and the padding."""
+def describe_capture(
+    layout: ShardLayout, arena: Arena, *, known: Mapping[str, TensorEntry] | None = None
+) -> Capture:
+    """Digest every tensor of a filled arena, and write the header and the padding.
+
+    ``known`` are tensors of which it is known what they are: they are not read.
+    """
+    known = known or {}
     entries, end = [], HEADER_BYTES
     arena.data[:HEADER_BYTES] = render_header(WeightPayloadFormat.FULL_TENSOR)
     for item in layout.tensors:
         arena.data[end : item.offset] = bytes(item.offset - end)
         end = item.offset + item.num_bytes
-        entries.append(_entry(item, arena.data[item.offset : end]))
+        entries.append(known.get(item.name) or _entry(item, arena.data[item.offset : end]))
     return Capture(
         layout=layout, arena=arena, entries=tuple(entries), root_digest=root_digest(entries)
     )
@@ -185,19 +191,29 @@ def full_shard_in_place(
 
 
 def delta_shard(
-    base: Capture, new: Capture, *, tools: Tools | None = None, link: Link = LOCAL
+    base: Capture,
+    new: Capture,
+    *,
+    tools: Tools | None = None,
+    link: Link = LOCAL,
+    encoded_before: Mapping[str, EncodedTensor | None] | None = None,
 ) -> StagedBuffers:
     """Stage what changed between two captures; the result has memory of its own.
 
     ``link`` is the way to the slowest reader: on a slow one smaller schemes are worth their time.
+    ``encoded_before`` are tensors that need no comparing here any more; None is one that stays.
     """
+    there = encoded_before or {}
     tools = tools or process_tools()
     parts, end = [memoryview(render_header(WeightPayloadFormat.XOR_DELTA))], HEADER_BYTES
     found: list[tuple[PlacedTensor, int, EncodedTensor]] = []
     for item in new.layout.tensors:
         stop = item.offset + item.num_bytes
         before, after = (c.arena.data[item.offset : stop] for c in (base, new))
-        encoded = encode_tensor(before, after, dtype=item.dtype, tools=tools, link=link)
+        if item.name in there:
+            encoded = there[item.name]
+        else:
+            encoded = encode_tensor(before, after, dtype=item.dtype, tools=tools, link=link)
         if encoded is not None:
             found.append((item, end, encoded))
             parts.append(memoryview(bytes(encoded.data)))

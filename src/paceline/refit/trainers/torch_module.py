@@ -6,7 +6,7 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +17,7 @@ import torch
 from paceline.core.clock import Clock
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import StagingError
+from paceline.refit.kernels.registry import PickLoops, loops_on
 from paceline.refit.model import (
     CompletionFence,
     StagedWeightVersionShardData,
@@ -26,8 +27,10 @@ from paceline.refit.model import (
 )
 from paceline.refit.staging.host import Arena, ArenaRing
 from paceline.refit.staging.in_place import InPlaceGuard
+from paceline.refit.staging.shadow import Change, DeviceShadow
 from paceline.refit.staging.shard import (
     Capture,
+    PlacedTensor,
     ShardLayout,
     StagedBuffers,
     delta_shard,
@@ -55,6 +58,8 @@ class _Staged:
     arena: Arena | None
     """Held by this shard: for a delta until its commit, for a full one until its release."""
     is_delta: bool
+    change: Change | None = None
+    """What was found on a device, for a delta."""
 
 
 class TorchModuleTrainer(TrainerEngineAdapter):
@@ -76,6 +81,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         quantise: Quantise | None = None,
         link: Link = LOCAL,
         storage: ObjectServer | None = None,
+        device_loops: PickLoops = loops_on,
     ) -> None:
         """Set up; tensors come with ``bind_tensors``.
 
@@ -92,6 +98,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
                 are sent as they come, whatever ``wire_dtypes`` says.
             link: the way to the slowest engine; on a slow one deltas are made smaller.
             storage: where WRITE_TO_STORAGE uploads to; stays the caller's.
+            device_loops: what finds deltas where the tensors live, by type of device. That takes
+                room for a second copy of the weights there; ``lambda kind: None`` does without,
+                and all weights cross to the host for every version.
         """
         self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
@@ -100,6 +109,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._quantise = quantise
         self._link = link
         self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
+        self._shadow = DeviceShadow(pick=device_loops)
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
         self._layout: ShardLayout | None = None
@@ -166,17 +176,19 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
         arena = self._ring.take(layout.num_bytes)
         try:
-            _copy_into(arena, layout, exported)
-            capture = describe_capture(layout, arena)
-            base = self._base
-            if is_delta and base is not None:
-                buffers = delta_shard(base, capture, link=self._link)
+            base = self._base if is_delta else None
+            change = None
+            if base is not None:
+                change = self._shadow.find(base, arena, exported.tensors, link=self._link)
+            capture = _capture(arena, layout, exported, change)
+            if base is not None and change is not None:
+                buffers = delta_shard(base, capture, link=self._link, encoded_before=change.encoded)
             else:
                 buffers = full_shard(capture)
         except BaseException:
             self._ring.drop(arena)
             raise
-        record = _Staged(capture=capture, arena=arena, is_delta=is_delta)
+        record = _Staged(capture=capture, arena=arena, is_delta=is_delta, change=change)
         fence = CompletionFence(lambda: None)
         if staging_mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
             fence = _upload(self._storage, buffers)
@@ -208,6 +220,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             if self._base is not None:
                 self._ring.drop(self._base.arena)
             self._base = record.capture
+            if record.change is not None:
+                self._shadow.commit(record.change, record.capture)
+                record.change = None
             if record.is_delta:
                 self._drop(record)
 
@@ -340,13 +355,24 @@ class _Exported:
     """Codes and scales, which are never cast."""
 
 
-def _copy_into(arena: Arena, layout: ShardLayout, exported: _Exported) -> None:
+def _capture(
+    arena: Arena, layout: ShardLayout, exported: _Exported, change: Change | None
+) -> Capture:
+    """Copy what is not in the arena yet, and describe all of it."""
+    there = {} if change is None else change.encoded
+    _copy_into(arena, [item for item in layout.tensors if item.name not in there], exported)
+    base = () if change is None else change.base.entries
+    known = {entry.name: entry for entry in base if there.get(entry.name, entry) is None}
+    return describe_capture(layout, arena, known=known)
+
+
+def _copy_into(arena: Arena, placed: Sequence[PlacedTensor], exported: _Exported) -> None:
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
     with torch.no_grad():
-        for item in layout.tensors:
+        for item in placed:
             raw = whole[item.offset : item.offset + item.num_bytes]
-            placed = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
-            placed.copy_(exported.tensors[item.name])
+            there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
+            there.copy_(exported.tensors[item.name])
 
 
 def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:

@@ -9,7 +9,6 @@ and unsigned 64-bit numbers into floats. Signs of steps are random, so there are
 them. ``order`` is what ``order_of`` returns. Types are checked by numba, when it compiles.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -21,6 +20,16 @@ from numba.extending import intrinsic
 from paceline.refit.delta.mixing import CURVE, FOLD, PLACE
 from paceline.refit.delta.order import WordKind
 from paceline.refit.delta.steps import ESCAPE
+from paceline.refit.kernels.numba.typed import (
+    BYTES,
+    COUNTS,
+    NOTHING,
+    OPEN,
+    OUT_BYTES,
+    OUTSIDE,
+    compile_for,
+    words_type,
+)
 
 _LANES: Final = 64
 _ROW: Final = 2**12
@@ -33,9 +42,6 @@ _WARM_BYTES: Final = 2**18
 """Read ahead at once: long enough for the processor to run ahead of it, and it stays near."""
 _U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
 _PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
-
-OPEN, COUNTS, OUTSIDE, NOTHING = range(1, 5)
-"""Why steps are refused."""
 
 
 def order_of(kind: WordKind) -> tuple[np.uint64, ...]:
@@ -410,167 +416,41 @@ def _add_loop(gaps, codes, escapes, words, order, back):
         c += count
 
 
-def _count_loop(gaps, old, table, shift, mask, groups):
-    found = np.zeros(groups, dtype=np.int64)
-    at = -1
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        at += gap
-        if gap != ESCAPE:
-            at += 1
-            found[table[np.int64(np.uint64(old[at]) >> shift & mask)]] += 1
-    return found
-
-
-def _split_loop(gaps, codes, old, table, shift, mask, starts, out_gaps, out_codes):
-    groups = len(starts) - 1
-    ends = starts[:groups].copy()
-    since = np.zeros(groups, dtype=np.int64)
-    at = 0
-    c = 0
-    target = -1
-    for i in range(len(gaps)):
-        gap = np.int64(gaps[i])
-        target += gap
-        if gap == ESCAPE:
-            continue
-        target += 1
-        while at < target:
-            since[table[np.int64(np.uint64(old[at]) >> shift & mask)]] += 1
-            at += 1
-        group = table[np.int64(np.uint64(old[at]) >> shift & mask)]
-        at += 1
-        run = since[group]
-        since[group] = 0
-        while run >= ESCAPE:
-            out_gaps[ends[group, 0]] = ESCAPE
-            ends[group, 0] += 1
-            run -= ESCAPE
-        out_gaps[ends[group, 0]] = run
-        ends[group, 0] += 1
-        out_codes[ends[group, 1]] = codes[c]
-        ends[group, 1] += 1
-        c += 1
-    return ends
-
-
-def _join_loop(gaps, codes, edges, old, table, shift, mask, out_gaps, out_codes):
-    groups = len(edges) - 1
-    cursor = edges[:groups].copy()
-    left = np.empty(groups, dtype=np.int64)
-    for group in range(groups):
-        stop = edges[group + 1, 0]
-        if stop > edges[group, 0] and gaps[stop - 1] == ESCAPE:
-            return OPEN, 0
-        ends = 0
-        for i in range(edges[group, 0], stop):
-            ends += gaps[i] != ESCAPE
-        if ends != edges[group + 1, 1] - edges[group, 1]:
-            return COUNTS, 0
-        left[group] = _next_run(gaps, cursor, group, stop)
-    g = c = 0
-    last = -1
-    for at in range(len(old)):
-        group = table[np.int64(np.uint64(old[at]) >> shift & mask)]
-        if left[group]:
-            left[group] -= 1
-            continue
-        gap = at - last - 1
-        last = at
-        while gap >= ESCAPE:
-            out_gaps[g] = ESCAPE
-            g += 1
-            gap -= ESCAPE
-        out_gaps[g] = gap
-        g += 1
-        out_codes[c] = codes[cursor[group, 1]]
-        c += 1
-        cursor[group, 1] += 1
-        left[group] = _next_run(gaps, cursor, group, edges[group + 1, 0])
-    return (0 if c == len(codes) else OUTSIDE), g
-
-
-@njit
-def _next_run(gaps: Any, cursor: Any, group: Any, stop: Any) -> Any:
-    """Return how many elements of the group stay before its next change; -1: all of them."""
-    run = 0
-    while cursor[group, 0] < stop:
-        gap = np.int64(gaps[cursor[group, 0]])
-        cursor[group, 0] += 1
-        run += gap
-        if gap != ESCAPE:
-            return run
-    return -1
-
-
-_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
-_OUT_BYTES = types.Array(types.uint8, 1, "C")
 _ORDER = types.UniTuple(types.uint64, 4)
-_TABLE2 = types.Array(types.int64, 2, "C")
-_EXPONENT = (types.uint64, types.uint64)
-
-
-def _compiled(loop: Callable[..., Any], *arguments: Any) -> Any:
-    """Compile for exactly these arguments; memory that may be read only is taken as such."""
-    return njit(arguments, nogil=True, cache=True)(loop)
-
-
-def _words(width: int, *, readonly: bool = True) -> Any:
-    return types.Array(getattr(types, f"uint{8 * width}"), 1, "C", readonly=readonly)
 
 
 @lru_cache
 def compiled_diff(width: int) -> Any:
     """Fill gaps, codes, escapes and their lengths (-1 codes: too many); return the total."""
-    old, out = _words(width), _words(width, readonly=False)
+    old, out = words_type(width), words_type(width, readonly=False)
     counts = types.Array(types.int64, 1, "C")
-    return _compiled(_diff_loop, old, old, _ORDER, types.int64, _OUT_BYTES, _OUT_BYTES, out, counts)
+    return compile_for(_diff_loop, old, old, _ORDER, types.int64, OUT_BYTES, OUT_BYTES, out, counts)
 
 
 @lru_cache
 def compiled_check(width: int) -> Any:
     """Return the fault, 0 for none, and the total; keep the new words where there is room."""
-    words = _words(width)
-    inputs = (_BYTES, _BYTES, words, words, _ORDER, types.int64)
-    return _compiled(_check_loop, *inputs, _words(width, readonly=False))
+    words = words_type(width)
+    inputs = (BYTES, BYTES, words, words, _ORDER, types.int64)
+    return compile_for(_check_loop, *inputs, words_type(width, readonly=False))
 
 
 @lru_cache
 def compiled_take(width: int) -> Any:
     """Copy the words at the positions."""
-    return _compiled(_take_loop, _BYTES, _words(width), _words(width, readonly=False))
+    return compile_for(_take_loop, BYTES, words_type(width), words_type(width, readonly=False))
 
 
 @lru_cache
 def compiled_put(width: int) -> Any:
     """Go on from a state (gap bytes, words, elements done) until a goal of elements is reached."""
-    out, state = _words(width, readonly=False), types.Array(types.int64, 1, "C")
-    return _compiled(_put_loop, _BYTES, out, _words(width), state, types.int64)
+    out, state = words_type(width, readonly=False), types.Array(types.int64, 1, "C")
+    return compile_for(_put_loop, BYTES, out, words_type(width), state, types.int64)
 
 
 @lru_cache
 def compiled_add(width: int) -> Any:
     """Write the words that the steps lead to, or came from."""
-    out = _words(width, readonly=False)
-    inputs = (_BYTES, _BYTES, _words(width))
-    return _compiled(_add_loop, *inputs, out, _ORDER, types.boolean)
-
-
-@lru_cache
-def compiled_count(width: int) -> Any:
-    """Return how many changes are in each group."""
-    return _compiled(_count_loop, _BYTES, _words(width), _BYTES, *_EXPONENT, types.int64)
-
-
-@lru_cache
-def compiled_split(width: int) -> Any:
-    """Fill gaps and codes of all groups from their starts on; return their ends."""
-    inputs = (_BYTES, _BYTES, _words(width), _BYTES, *_EXPONENT)
-    return _compiled(_split_loop, *inputs, _TABLE2, _OUT_BYTES, _OUT_BYTES)
-
-
-@lru_cache
-def compiled_join(width: int) -> Any:
-    """Fill gaps and codes in element order; return the fault and how many gap bytes."""
-    inputs = (_BYTES, _BYTES, _TABLE2, _words(width), _BYTES, *_EXPONENT)
-    return _compiled(_join_loop, *inputs, _OUT_BYTES, _OUT_BYTES)
+    out = words_type(width, readonly=False)
+    inputs = (BYTES, BYTES, words_type(width))
+    return compile_for(_add_loop, *inputs, out, _ORDER, types.boolean)

@@ -24,19 +24,15 @@ from paceline.refit.delta.order import WordKind, Words
 from paceline.refit.delta.steps import ESCAPE, Steps
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.kernels.numba.compiled import (
-    COUNTS,
-    OPEN,
-    OUTSIDE,
     compiled_add,
     compiled_check,
-    compiled_count,
     compiled_diff,
-    compiled_join,
     compiled_put,
-    compiled_split,
     compiled_take,
     order_of,
 )
+from paceline.refit.kernels.numba.groups import compiled_count, compiled_join, compiled_split
+from paceline.refit.kernels.numba.typed import COUNTS, OPEN, OUTSIDE
 
 _REFUSALS: Final = {
     OPEN: (ParseReason.TRUNCATED, "the last gap does not end"),
