@@ -11,13 +11,14 @@ import pytest
 import safetensors
 
 from paceline.core.errors import UsageError
+from paceline.core.waiting import wait_until
 from paceline.refit.errors import ApplyError, EngineNotReadyError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState, Sampling
 from paceline.refit.generators.transformers.tensors import view_live_tensors
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.policy import UpdatePolicy
-from paceline.system import environ
+from paceline.system import environ, system_clock
 from paceline.testing.fakes.trainer import State, root_of
 from paceline.testing.payloads import delta_payload, full_payload
 from paceline.testing.tiny_model import tiny_model, write_tiny_moe, write_tiny_qwen3
@@ -136,12 +137,13 @@ class TestWhen:
 
         def on_piece(piece: object) -> None:
             started.set()
-            go_on.wait(0.001)
+            go_on.wait(30)  # the engine stands between two passes
 
         future = follower.gate.submit_stream(PROMPTS[0], long, on_piece)
         assert started.wait(30)
         run.publish()
         follower.settle()
+        go_on.set()
         choice = future.result(60).choices[0]
         assert [span.installed.sequence for span in choice.spans] == [0, 1]
         seam = choice.spans[0].end
@@ -164,8 +166,13 @@ class TestWhen:
         assert inside.wait(30)
         updating = threading.Thread(target=follower.settle)
         updating.start()
-        updating.join(0.05)
-        assert updating.is_alive()
+        wait_until(
+            lambda: follower.engine._gate._num_writers == 1,
+            what="the writer",
+            clock=system_clock(),
+            timeout_s=30,
+            interval_s=0.005,
+        )
         assert follower.gate.installed().sequence == 0  # type: ignore[union-attr]
         handle.remove()
         leave.set()
@@ -198,14 +205,21 @@ class TestWhen:
         follower = Follower(run, "g-3", policy=policy)
         run.publish()
         follower.settle()
-        started = threading.Event()
+        started, go_on = threading.Event(), threading.Event()
+
+        def on_piece(piece: object) -> None:
+            started.set()
+            if policy is UpdatePolicy.ABORT:
+                go_on.wait(30)
+
         future = follower.gate.submit_stream(
-            PROMPTS[0], Sampling(max_tokens=60, ignore_eos=True), lambda piece: started.set()
+            PROMPTS[0], Sampling(max_tokens=60, ignore_eos=True), on_piece
         )
         assert started.wait(30)
         run.model.step()
         run.publish()
         follower.settle()
+        go_on.set()
         if policy is UpdatePolicy.DRAIN:
             assert len(future.result(30).choices[0].spans) == 1
         else:

@@ -60,15 +60,17 @@ class TestPieces:
 
     def test_across_an_update(self, engine: TransformersEngine, model_dir: Path) -> None:
         """A choice that sees an update tells of both versions as it goes."""
-        first, seen = threading.Event(), list[ChoicePiece]()
+        first, go_on, seen = threading.Event(), threading.Event(), list[ChoicePiece]()
 
         def take(piece: ChoicePiece) -> None:
             seen.append(piece)
             first.set()
+            go_on.wait(30)  # the engine stands between two passes
 
         future = engine.submit_stream(PROMPTS[0], Sampling(max_tokens=100, ignore_eos=True), take)
         assert first.wait(30)
         install(engine, model_dir, seed=2, label=V2)
+        go_on.set()
         spans = future.result(30).choices[0].spans
         assert [span.installed for span in spans] == [V1, V2]
         cut = spans[0].end

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from paceline.refit.serving.server import EngineServer
 from paceline.system import system_clock
 
-TOKEN_S = 0.0005
+TOKEN_S = 0.002
 """How long one forward pass takes."""
 GENERATE_FIELDS = {
     "rid",
