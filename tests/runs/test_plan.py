@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ExitStatus
-from paceline.runs.model import Outcome, RestartMode, RoleKind, Slot
+from paceline.rental import DeathCause
+from paceline.runs.model import Budget, Outcome, RestartMode, RoleKind, Slot
 from paceline.runs.plan import (
     DELAY_S_MAX,
+    REPLACEMENTS_MAX,
     Finish,
     Observation,
     Phase,
@@ -85,7 +87,7 @@ def test_a_rollout_that_died_is_started_again_on_its_machine() -> None:
 
 def test_a_rollout_whose_machine_is_lost_gets_another() -> None:
     """A machine that does not answer is replaced."""
-    (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, restarts=1)))
+    (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, replacements=1)))
     assert isinstance(action, Postpone)
     assert (action.replace, action.delay_s) == (True, 2.0)
 
@@ -111,7 +113,8 @@ def test_a_signal_comes_before_everything() -> None:
 
 def test_the_hard_cap_ends_the_run() -> None:
     """Spending what was allowed is an end, with what to do about it."""
-    (finish,) = decide(seen(TRAINER, spent_usd=2.0, hard_usd=2.0))
+    budget = Budget(soft_usd=1.0, hard_usd=2.0)
+    (finish,) = decide(seen(TRAINER, spent_usd=2.0, budget=budget))
     assert isinstance(finish, Finish)
     assert "raise budget.hard_usd" in finish.reason
 
@@ -125,6 +128,9 @@ VIEWS = st.builds(
     phase=st.sampled_from(Phase),
     code=st.none() | st.integers(0, 255),
     restarts=st.integers(0, 4),
+    replacements=st.integers(0, 25),
+    fast_exits=st.integers(0, 6),
+    cause=st.none() | st.sampled_from(DeathCause),
     due_s=st.floats(0, 200),
     machine_lost=st.booleans(),
 )
@@ -134,7 +140,9 @@ OBSERVATIONS = st.builds(
     slots=st.lists(VIEWS, min_size=1, max_size=5, unique_by=lambda view: view.slot),
     signal=st.none() | st.sampled_from(["SIGINT", "SIGTERM"]),
     spent_usd=st.floats(0, 10),
-    hard_usd=st.none() | st.floats(1, 9),
+    burn_dph=st.floats(0, 100),
+    budget=st.none() | st.builds(Budget, soft_usd=st.just(1.0), hard_usd=st.floats(1, 9)),
+    chance=st.floats(0, 0.999),
 )
 
 
@@ -157,8 +165,9 @@ def test_rules_that_always_hold(observed: Observation) -> None:
         view = views[action.slot]
         assert view.phase not in {Phase.RUNNING, Phase.DONE}
         if isinstance(action, Postpone):
-            assert view.kind is not RoleKind.TRAINER
-            assert view.restarts < view.max_restarts
+            assert view.restart is not RestartMode.NEVER
+            assert action.replace or view.restarts < view.max_restarts
+            assert not action.replace or view.replacements < REPLACEMENTS_MAX
             assert action.replace == (view.phase is Phase.LOST)
         if isinstance(action, Start):
             assert view.due_s <= observed.now_s

@@ -131,7 +131,7 @@ ROLE = "{backend: local, gpu: cpu-1x, run: x"
         ),
         (
             f"name: a\nroles: {{trainer: {ROLE}, restart: always}}}}\n",
-            "2: roles.trainer.restart: a trainer is not restarted",
+            "2: roles.trainer.restart: a trainer that is done ends the run",
         ),
         (
             f"name: a\nroles: {{trainer: {ROLE}, count: 2}}}}\n",

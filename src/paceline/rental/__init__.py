@@ -50,6 +50,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceState,
@@ -73,6 +74,7 @@ __all__ = [
     "CommandTimeoutError",
     "ConnectionLostError",
     "CredentialReport",
+    "DeathCause",
     "ExitCode",
     "GarbageError",
     "GoneUnrecordedError",

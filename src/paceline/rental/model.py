@@ -91,6 +91,25 @@ class ExitCode:
     duration_s: float
 
 
+class DeathCause(StrEnum):
+    """Why a machine that was ours to use is not any more, as far as its provider tells."""
+
+    PREEMPTED = "preempted"
+    """The provider took a spot machine back; another one may be had at once."""
+    OUTBID = "outbid"
+    """Somebody bids more for it: the same bid will lose again."""
+    HOST_LOST = "host_lost"
+    """Its host is offline or does not answer; it may come back, and it may bill meanwhile."""
+    UNHEALTHY = "unhealthy"
+    """The provider itself calls it failed: another machine of the same kind will do."""
+    STOPPED = "stopped"
+    """Halted by no order of ours: an empty account, an expired contract, or somebody."""
+    DESTROYED = "destroyed"
+    """Ended by no order of ours: by somebody with the same account, or by itself."""
+    UNKNOWN = "unknown"
+    """Nobody could be asked, or what they said explains nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CredentialReport:
     """Whether a backend lets us in. Never holds the credential itself."""

@@ -200,6 +200,9 @@ authority="$base/secrets/{AUTHORITY_FILE}"
     + """PACELINE_OUT="$base/out"
 export PACELINE_CREDENTIALS PACELINE_OUT
 if [ -f "$authority" ]; then PACELINE_CONTROL_CA=$authority; export PACELINE_CONTROL_CA; fi
+if [ -d "$base/resume" ]; then PACELINE_RESUME_FROM="$base/resume"; export PACELINE_RESUME_FROM; fi
+lease="$base/deadman/lease"
+if [ -f "$lease" ]; then PACELINE_LEASE=$lease; export PACELINE_LEASE; fi
 cd "$base/work" || exit 126
 log="$base/logs/@SLOT@.log"
 pid="$base/state/@SLOT@.pid"

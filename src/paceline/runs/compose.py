@@ -14,7 +14,7 @@ from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
 from paceline.refit.control.protocol import ControlPlane
-from paceline.rental import BackendAdapter, backend_names, load_backend
+from paceline.rental import BackendAdapter, InstanceHandle, backend_names, load_backend
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import is_name
 from paceline.rental.remote.keys import ensure_key_pair
@@ -22,16 +22,22 @@ from paceline.runs.bootstrap import (
     AUTHORITY_FILE,
     CONTROL_SECRETS,
     CREDENTIALS_FILE,
+    Guest,
     role_env,
 )
+from paceline.runs.deadman import Arming, Heart, arm, armed_fields, recipe_of
 from paceline.runs.files import make_private
-from paceline.runs.fleet import Fleet, FleetParts
+from paceline.runs.fleet import Fleet, FleetParts, OnMachine
 from paceline.runs.journal import Journal
 from paceline.runs.ledger import RunLedger, RunRecord
+from paceline.runs.live import LIVE_NAME
 from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
+from paceline.runs.notices import Notifier
 from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
-from paceline.runs.run import RunDriver, RunParts, Watcher
+from paceline.runs.parts import RunParts, Watcher
+from paceline.runs.pulling import Puller, PullParts
+from paceline.runs.run import RunDriver
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
@@ -39,6 +45,7 @@ CONTROL_TIMEOUT_S = 5.0
 KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Whose machines let us in without the operator's key for rented ones."""
 JOURNAL = "events.jsonl"
+STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
 TOKEN_ROLES = {
     RoleKind.TRAINER: "trainer",
     RoleKind.ROLLOUT: "generator",
@@ -203,6 +210,12 @@ class _Control:
     authority: str = ""
     """PEM of the certificate that the service's clients trust."""
 
+    def redact(self, text: str) -> str:
+        """Take this run's tokens out of a text."""
+        for token in self.tokens.values():
+            text = text.replace(token, "[token]")
+        return text
+
     def secrets_of(self, role: RoleSpec) -> Mapping[str, str]:
         """Return what a role of this kind may know, as files."""
         if not self.tokens:
@@ -266,42 +279,104 @@ def _drive(
     def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
         return role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
 
-    def redact(text: str) -> str:
-        for token in control.tokens.values():
-            text = text.replace(token, "[token]")
-        return text
-
-    journal = Journal(out / JOURNAL, clock=services.clock)
-    rental = _with_notices(services, journal)
-    fleet = Fleet(
-        FleetParts(
-            job=job,
-            run_id=run_id,
-            rental=rental,
-            backend=services.backend,
-            env_of=env_of,
-            secrets_of=control.secrets_of,
-            ssh_pubkey_path=services.ssh_pubkey_path,
-            scratch=services.run_dir(run_id),
-            stream=order.stream,
+    with _journal(services, order, out=out, redact=control.redact) as journal:
+        rental = _with_notices(services, journal)
+        puller = _puller(services, order, out=out, journal=journal)
+        fleet = Fleet(
+            FleetParts(
+                job=job,
+                run_id=run_id,
+                rental=rental,
+                backend=services.backend,
+                env_of=env_of,
+                secrets_of=control.secrets_of,
+                ssh_pubkey_path=services.ssh_pubkey_path,
+                scratch=services.run_dir(run_id),
+                stream=order.stream,
+                arm=_armer(job, journal),
+                prepare=puller.prepare,
+            )
         )
+        puller.use(fleet)
+        heart = Heart(
+            fleet=fleet,
+            clock=services.clock,
+            word=system.new_nonce,
+            after_s=job.dead_man.after_s,
+            journal=journal,
+        )
+        started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
+        return RunDriver(
+            RunParts(
+                job=job,
+                run_id=run_id,
+                out=out,
+                clock=services.clock,
+                rental=rental,
+                fleet=fleet,
+                control=control.plane,
+                watcher=watcher,
+                journal=journal,
+                started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                redact=control.redact,
+                chance=system.chance,
+                puller=puller,
+                beats=heart,
+                live=services.run_dir(run_id) / LIVE_NAME,
+            )
+        ).execute()
+
+
+@contextmanager
+def _journal(
+    services: Services, order: Order, *, out: Path, redact: Callable[[str], str]
+) -> Iterator[Journal]:
+    """Keep the run's journal, whose listener tells whoever asked to be told."""
+    journal = Journal(out / JOURNAL, clock=services.clock)
+    notifier = Notifier(
+        order.job.notify,
+        run_id=order.run_id,
+        clock=services.clock,
+        redact=redact,
+        record=journal.record,
     )
-    started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
-    return RunDriver(
-        RunParts(
-            job=job,
-            run_id=run_id,
+    journal.listen(notifier.tell)
+    try:
+        yield journal
+    finally:
+        notifier.close()
+
+
+def _puller(services: Services, order: Order, *, out: Path, journal: Journal) -> Puller:
+    return Puller(
+        PullParts(
+            run_id=order.run_id,
+            artifacts=order.job.artifacts,
             out=out,
             clock=services.clock,
-            rental=rental,
-            fleet=fleet,
-            control=control.plane,
-            watcher=watcher,
             journal=journal,
-            started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            redact=redact,
+            store_env=store_environ(system.environ()) if order.job.artifacts.to else {},
         )
-    ).execute()
+    )
+
+
+def store_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in which object stores' clients look for credentials."""
+    return {name: value for name, value in environ.items() if name.startswith(STORE_PREFIXES)}
+
+
+def _armer(job: JobSpec, journal: Journal) -> OnMachine:
+    """Return what sets the dead-man switch of one machine."""
+
+    def set_switch(
+        slot: Slot, backend: BackendAdapter, handle: InstanceHandle, guest: Guest
+    ) -> None:
+        recipe = recipe_of(backend, handle)
+        arming = Arming(after_s=job.dead_man.after_s, recipe=recipe, slot=slot)
+        arm(backend, handle, guest=guest, arming=arming)
+        journal.record("deadman.armed", armed_fields(slot, arming))
+
+    return set_switch
 
 
 def _with_notices(services: Services, journal: Journal) -> Orchestrator:

@@ -16,6 +16,7 @@ from typing import Protocol
 from paceline.core.errors import PacelineError, PreflightError
 from paceline.rental import (
     BackendAdapter,
+    DeathCause,
     GoneUnrecordedError,
     InstanceHandle,
     InstanceNotFoundError,
@@ -60,6 +61,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A slot's command is about to be started on a machine that has everything."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """A slot's command ended."""
 
@@ -73,11 +81,20 @@ class Lost:
 
     slot: Slot
     reason: str
+    cause: DeathCause = DeathCause.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A step did not work, for a reason that the error names."""
+
+    slot: Slot
+    error: PacelineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hitch:
+    """An errand beside the role's command did not work; the role goes on."""
 
     slot: Slot
     error: PacelineError
@@ -91,7 +108,13 @@ class Broke:
     error: BaseException
 
 
-Message = Ready | Exited | Lost | Failed | Broke
+Message = Ready | Started | Exited | Lost | Failed | Hitch | Broke
+OnMachine = Callable[[Slot, BackendAdapter, InstanceHandle, Guest], None]
+"""What is done on a slot's machine, by whoever is asked to; may raise PacelineError."""
+
+
+def _nothing(slot: Slot, backend: BackendAdapter, handle: InstanceHandle, guest: Guest) -> None:
+    """Do nothing there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +133,10 @@ class FleetParts:
     """A directory of this run alone, for what is about to be copied to a machine."""
     stream: bool = False
     """Pass the output of roles through, beside writing it to their logs."""
+    arm: OnMachine = _nothing
+    """Comes after the bootstrap: installs what ends a machine that nobody asks after."""
+    prepare: OnMachine = _nothing
+    """Comes before each start of the role's command: brings what it goes on from."""
 
 
 class Fleet:
@@ -170,11 +197,19 @@ class Fleet:
         self._begin(slot, lambda: self._stopped(slot))
 
     def pull(self, slot: Slot, out: Path, paths: Sequence[str]) -> Thread:
-        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Failed.
+        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Hitch.
 
         The thread returned is alive while it copies.
         """
-        return self._begin(slot, lambda: self._pulled(slot, out, paths))
+        return self._begin(slot, lambda: self._pulled(slot, out, paths), is_errand=True)
+
+    def errand(self, slot: Slot, work: OnMachine) -> Thread:
+        """Do something beside the slot's command on its machine; only a Hitch is told."""
+
+        def done() -> None:
+            work(slot, *self._reach(slot), self._guest(slot))
+
+        return self._begin(slot, done, is_errand=True)
 
     def destroy(self, machine: Machine) -> None:
         """End one machine and see it gone; ends in Ready or Failed."""
@@ -190,22 +225,35 @@ class Fleet:
 
         self._begin(slot, work)
 
-    def _begin(self, slot: Slot, work: Callable[[], Message], *, rents: bool = False) -> Thread:
+    def _begin(
+        self,
+        slot: Slot,
+        work: Callable[[], Message | None],
+        *,
+        rents: bool = False,
+        is_errand: bool = False,
+    ) -> Thread:
         if rents:
             with self._lock:
                 self._renting.add(slot)
-        thread = Thread(target=self._carry_out, args=(slot, work), name=str(slot), daemon=True)
+        trouble = Hitch if is_errand else Failed
+        argv = (slot, work, trouble)
+        thread = Thread(target=self._carry_out, args=argv, name=str(slot), daemon=True)
         thread.start()
         return thread
 
-    def _carry_out(self, slot: Slot, work: Callable[[], Message]) -> None:
+    def _carry_out(
+        self, slot: Slot, work: Callable[[], Message | None], trouble: type[Failed | Hitch]
+    ) -> None:
+        message: Message | None
         try:
             message = work()
         except PacelineError as exc:
-            message = Failed(slot=slot, error=exc)
+            message = trouble(slot=slot, error=exc)
         except BaseException as exc:  # noqa: BLE001 - handed to the driver, which raises it
             message = Broke(slot=slot, error=exc)
-        self._inbox.put(message)
+        if message is not None:
+            self._inbox.put(message)
 
     def _rented(self, slot: Slot) -> Message:
         try:
@@ -235,6 +283,7 @@ class Fleet:
             scratch=self._parts.scratch,
         )
         bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
+        self._parts.arm(slot, backend, handle, self._guest(slot))
         return Ready(slot=slot)
 
     def _ran(self, slot: Slot) -> Message:
@@ -243,6 +292,8 @@ class Fleet:
         env = dict(self._parts.env_of(slot, handle.backend))
         env["PACELINE_STREAM"] = "1" if stream else "0"
         try:
+            self._parts.prepare(slot, backend, handle, self._guest(slot))
+            self._inbox.put(Started(slot=slot))
             ended = backend.run_remote(
                 handle, self._guest(slot).start, env=env, stream=stream, timeout_s=None
             )

@@ -10,7 +10,7 @@ class RoleKind(StrEnum):
     """What the end of a role means for the run."""
 
     TRAINER = "trainer"
-    """Its success ends the run, its failure fails it."""
+    """Its success ends the run, and its failure fails it unless it may be started again."""
     ROLLOUT = "rollout"
     """Serves until the trainer is done; restarted when it dies."""
     TASK = "task"
@@ -42,7 +42,9 @@ class Budget:
     soft_usd: float
     """Warn from here on."""
     hard_usd: float
-    """Tear everything down from here on."""
+    """Tear everything down before it is spent."""
+    grace_s: float = 120.0
+    """How long before the hard cap the end begins, so that artifacts can be pulled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,26 @@ class ArtifactSpec:
     every_s: float | None = None
     """Also while the run lasts, this often; None: at the end alone."""
     keep: int = 4
-    """How many of the pulls made on the way are kept."""
+    """How many checkpoints of each role are kept, the newest."""
+    to: str | None = None
+    """URL of an object store that machines send checkpoints to; None: they are pulled here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifySpec:
+    """Who is told, beside the terminal, when something needs a person."""
+
+    command: str | None = None
+    """For the operator's shell; the event is its standard input."""
+    webhook: str | None = None
+    """URL that the event is posted to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadManSpec:
+    """When a machine that hears of nobody ends itself."""
+
+    after_s: float = 7200.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +129,8 @@ class JobSpec:
     budget: Budget | None = None
     refit: RefitSpec | None = None
     artifacts: ArtifactSpec = field(default_factory=ArtifactSpec)
+    notify: NotifySpec = field(default_factory=NotifySpec)
+    dead_man: DeadManSpec = field(default_factory=DeadManSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -30,7 +30,9 @@ from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
     ArtifactSpec,
     Budget,
+    DeadManSpec,
     JobSpec,
+    NotifySpec,
     RefitSpec,
     RestartMode,
     RoleKind,
@@ -42,6 +44,8 @@ FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 HARD_OVER_SOFT = 1.5
 PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
+DEAD_MAN_S_MIN = 10.0
+STORE_SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
 # Names become part of run ids and of machine labels, which providers limit.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
@@ -196,6 +200,18 @@ def _listen(value: str) -> str:
     return value
 
 
+def _web_address(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("expected an address that begins with https:// or http://")
+    return value
+
+
+def _store_address(value: str) -> str:
+    if not value.startswith(STORE_SCHEMES):
+        raise ValueError(f"expected the URL of an object store: {', '.join(STORE_SCHEMES)}...")
+    return value
+
+
 _Text = Annotated[str, AfterValidator(_blank)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Duration = Annotated[float, BeforeValidator(duration_s), Field(gt=0, le=30 * 86400.0)]
@@ -212,11 +228,23 @@ class _Top(_Section):
     budget: Any = None
     refit: Any = None
     artifacts: Any = None
+    notify: Any = None
+    dead_man: Any = None
 
 
 class _Budget(_Section):
     soft_usd: _Positive
     hard_usd: _Positive | None = None
+    grace: _Duration = 120.0
+
+
+class _Notify(_Section):
+    command: _Text | None = None
+    webhook: Annotated[_Text, AfterValidator(_web_address)] | None = None
+
+
+class _DeadMan(_Section):
+    after: Annotated[_Duration, Field(ge=DEAD_MAN_S_MIN)] = 7200.0
 
 
 class _Refit(_Section):
@@ -255,6 +283,7 @@ class _Artifacts(_Section):
     pull: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_inside)] = []
     every: _Duration | None = None
     keep: _Count = 4
+    to: Annotated[_Text, AfterValidator(_store_address)] | None = None
 
 
 _SectionT = TypeVar("_SectionT", bound=_Section)
@@ -275,6 +304,8 @@ class _Checker:
         budget = self._optional(_Budget, "budget", top.budget)
         refit = self._optional(_Refit, "refit", top.refit)
         artifacts = self._optional(_Artifacts, "artifacts", top.artifacts)
+        notify = self._optional(_Notify, "notify", top.notify)
+        dead_man = self._optional(_DeadMan, "dead_man", top.dead_man)
         found = {
             name: self._section(_Role, ("roles", name), value) for name, value in top.roles.items()
         }
@@ -291,6 +322,8 @@ class _Checker:
             budget=_budget(budget),
             refit=None if refit is None else _refit(refit),
             artifacts=ArtifactSpec() if artifacts is None else _artifacts(artifacts),
+            notify=NotifySpec(**notify.model_dump()) if notify else NotifySpec(),
+            dead_man=DeadManSpec(after_s=dead_man.after) if dead_man else DeadManSpec(),
         )
 
     def _what_is_there(self) -> _Top:
@@ -300,7 +333,7 @@ class _Checker:
         return _Top(
             name=name if isinstance(name, str) else "unnamed",
             roles=roles if isinstance(roles, dict) else {},
-            **{key: given.get(key) for key in ("budget", "refit", "artifacts")},
+            **{key: given.get(key) for key in _Top.model_fields if key not in {"name", "roles"}},
         )
 
     def _check_roles(
@@ -318,8 +351,11 @@ class _Checker:
                     "add at the top: budget: {soft_usd: 5, hard_usd: 8}, or to the command: "
                     "--budget-usd 8",
                 )
-            if kinds[name] is RoleKind.TRAINER and (role.restart or "never") != "never":
-                self._say(("roles", name, "restart"), "a trainer is not restarted; say never")
+            if kinds[name] is RoleKind.TRAINER and role.restart == "always":
+                self._say(
+                    ("roles", name, "restart"),
+                    "a trainer that is done ends the run; say on-failure or never",
+                )
         trainers = [name for name, kind in kinds.items() if kind is RoleKind.TRAINER]
         machines = sum(roles[name].count for name in trainers)
         if machines > 1:
@@ -430,7 +466,7 @@ def _budget(budget: _Budget | None) -> Budget | None:
     if budget is None:
         return None
     hard = budget.soft_usd * HARD_OVER_SOFT if budget.hard_usd is None else budget.hard_usd
-    return Budget(soft_usd=budget.soft_usd, hard_usd=hard)
+    return Budget(soft_usd=budget.soft_usd, hard_usd=hard, grace_s=budget.grace)
 
 
 def _refit(refit: _Refit) -> RefitSpec:
@@ -439,7 +475,12 @@ def _refit(refit: _Refit) -> RefitSpec:
 
 
 def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
-    return ArtifactSpec(pull=tuple(artifacts.pull), every_s=artifacts.every, keep=artifacts.keep)
+    return ArtifactSpec(
+        pull=tuple(artifacts.pull),
+        every_s=artifacts.every,
+        keep=artifacts.keep,
+        to=artifacts.to,
+    )
 
 
 def _is_dir(path: Path) -> bool:
