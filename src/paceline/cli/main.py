@@ -28,6 +28,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "down": ("paceline.cli.runs:down", "End a run and all its machines."),
     "gc": ("paceline.cli.runs:gc", "Find machines that nobody drives; with --yes end them."),
     "cost": ("paceline.cli.runs:cost", "Show what a run has cost."),
+    "events": ("paceline.cli.events:events", "Show what happened to a run; -f follows it."),
+    "checkpoints": ("paceline.cli.checkpoints:checkpoints", "Checkpoints of a run."),
     "offers": ("paceline.cli.market:offers", "Show what there is to rent, cheapest first."),
     "check": ("paceline.cli.market:check", "Show which backends let you in, and what to do."),
     "backends": ("paceline.cli.backends:backends", "Who rents machines."),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,10 +16,21 @@ from paceline.runs import compose
 from paceline.runs.bootstrap import Guest
 from paceline.runs.compose import Services
 from paceline.runs.ledger import RunRecord
+from paceline.runs.live import LIVE_NAME, read_live
 from paceline.runs.model import Slot
 from paceline.runs.owner import owner_pid
 from paceline.runs.upkeep import LeftOver, close_ended, end_left_overs, end_run, find_left_overs
 
+WATCH_EVERY_S = 2.0
+ROLE_COLUMNS = (
+    "role",
+    "index",
+    "phase",
+    "restarts",
+    "machines_lost",
+    "last_cause",
+    "checkpoint",
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -36,20 +48,33 @@ def ls(*, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run_id", metavar="RUN")
+@click.option("--watch", is_flag=True, help="Show it again and again while somebody drives it.")
 @_json_option
-def status(*, run_id: str, as_json: bool) -> None:
-    """Show one run: how it stands, its machines, what its report says."""
+def status(*, run_id: str, watch: bool, as_json: bool) -> None:
+    """Show one run: how it stands, its roles and machines, what its report says."""
     with compose.open_services() as services:
-        record = services.ledger.get(run_id)
-        machines = [_machine_json(machine) for machine in services.rental.machines(run_id)]
-        found = _run_json(services, record) | {"machines": machines}
+        while True:
+            record = services.ledger.get(run_id)
+            machines = [_machine_json(machine) for machine in services.rental.machines(run_id)]
+            found = _run_json(services, record) | {"machines": machines}
+            _show_status(found, as_json=as_json)
+            if not watch or found["driver_pid"] is None:
+                return
+            services.clock.sleep(WATCH_EVERY_S)
+            click.echo("" if as_json else "-" * 40)
+
+
+def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
     for key, value in found.items():
-        if key not in {"machines", "summary"} and value is not None:
+        if key not in {"machines", "summary", "live"} and value is not None:
             click.echo(printable(f"{key:<12} {value}"))
-    _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
+    if found["live"] is not None:
+        _table(found["live"]["roles"], ROLE_COLUMNS, "no roles")
+    columns = ("role", "index", "backend", "state", "dph", "label")
+    _table(found["machines"], columns, "no machines")
 
 
 @click.command()
@@ -153,6 +178,7 @@ def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
         "out": record.out,
         "report": record.report,
         "cost_usd": services.rental.cost_usd(record.run_id),
+        "live": read_live(services.run_dir(record.run_id) / LIVE_NAME) if pid else None,
         "summary": _summary(record),
     }
 

@@ -122,6 +122,11 @@ def read_job(path: Path) -> JobSpec:
     return load_job(path, backends=backend_names())
 
 
+def now_s() -> float:
+    """Return Unix seconds."""
+    return system.system_clock().time()
+
+
 def new_run_id(name: str) -> str:
     """Return an id that no run has."""
     return f"{name}-{system.new_nonce()}"

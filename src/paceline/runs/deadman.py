@@ -31,7 +31,7 @@ from paceline.runs.model import Slot
 
 BEATS_PER_DEADLINE = 20
 BEAT_S_MAX = 60.0
-NAP_S_MAX = 15
+NAP_S_MAX = 15.0
 ARM_TIMEOUT_S = 60
 BEAT_TIMEOUT_S = 30
 FOLDER = "deadman"
@@ -55,15 +55,18 @@ class Arming:
     recipe: SelfDestroyRecipe
     slot: Slot
 
+    grace_s: float = 5.0
+    """For roles to end after they were asked to, before they are killed."""
+
     @property
-    def nap_s(self) -> int:
-        """How long the script sleeps between two looks."""
-        return max(1, min(NAP_S_MAX, int(self.after_s / BEATS_PER_DEADLINE)))
+    def nap_s(self) -> float:
+        """How long the script sleeps between two looks; a second where sleep takes no fractions."""
+        return min(NAP_S_MAX, round(self.after_s / BEATS_PER_DEADLINE, 2))
 
     @property
     def num_naps(self) -> int:
         """How many naps without a beat make it fire."""
-        return max(2, round(self.after_s / self.nap_s))
+        return round(self.after_s / self.nap_s)
 
 
 def recipe_of(backend: BackendAdapter, handle: InstanceHandle) -> SelfDestroyRecipe:
@@ -79,7 +82,8 @@ def render_switch(arming: Arming) -> str:
         f"export {name}={shlex.quote(value)}\n" for name, value in arming.recipe.env.items()
     )
     texts = {
-        "@NAP@": str(arming.nap_s),
+        "@NAP@": f"{arming.nap_s:g}",
+        "@GRACE@": f"{arming.grace_s:g}",
         "@NAPS@": str(arming.num_naps),
         "@AFTER@": f"{arming.after_s:g}",
         "@EXPORTS@": exports,
@@ -206,7 +210,7 @@ is_renewed() {
   seen=$word
 }
 
-rest() { sleep "$1" & wait $!; }
+rest() { (sleep "$1" 2>/dev/null || sleep 1) & wait $!; }
 
 await_silence() {
   left=@NAPS@
@@ -218,7 +222,7 @@ await_silence() {
 
 stop_roles() {
   for stop in ../kit/stop*.sh; do [ -f "$stop" ] && sh "$stop"; done
-  rest 5
+  rest @GRACE@
   for file in ../state/*.pid; do
     [ -s "$file" ] || continue
     read -r pid _ < "$file"
@@ -249,8 +253,7 @@ while :; do
     log "ending it failed with status $?"
   fi
   [ "$tries" -gt 1 ] || stop_roles
-  pause=$((tries * @NAP@)); [ "$pause" -le 60 ] || pause=60
-  rest "$pause"
+  if [ "$tries" -le 20 ]; then rest @NAP@; else rest 60; fi
   if is_renewed; then
     log "somebody asks after it again: standing down"
     rm -f fired; tries=0

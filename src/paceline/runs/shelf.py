@@ -8,7 +8,7 @@ what the machine said.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -16,6 +16,7 @@ import xxhash
 from paceline.core.errors import PreflightError
 from paceline.runs.checkpoints import (
     Checkpoint,
+    parse_listing,
     parse_manifest,
     plan_prune,
     plan_resume,
@@ -101,6 +102,19 @@ class Shelf:
         """Return what a role goes on from: where it goes, and where it is."""
         kept = self.kept()
         return {resume_path(kept[key]): self.path(key) for key in plan_resume(kept)}
+
+
+def listed_here(base: Path, roots: Sequence[str], *, now_s: float) -> list[Checkpoint]:
+    """Return the settled checkpoints below ``base`` on this machine, the newest first."""
+    lines = [str(int(now_s))]
+    for root in roots:
+        top = base / root
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                state = path.stat()
+                inner = path.relative_to(base).as_posix()
+                lines.append(f"{int(state.st_mtime)} {state.st_size} {inner}")
+    return parse_listing("\n".join(lines), roots=roots)
 
 
 def digest_of(path: Path) -> str:

@@ -44,7 +44,7 @@ FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 HARD_OVER_SOFT = 1.5
 PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
-DEAD_MAN_S_MIN = 10.0
+DEAD_MAN_S_MIN = 5.0
 STORE_SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
 # Names become part of run ids and of machine labels, which providers limit.

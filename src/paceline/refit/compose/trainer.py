@@ -45,6 +45,8 @@ class RunSettings:
     """Where this process listens, and how others reach it."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
+    resume_from: Path | None = None
+    """What was kept of this trainer's files before it was started again; None at first."""
 
 
 def run_settings(environ: Mapping[str, str]) -> RunSettings:
@@ -104,6 +106,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_HOST": ("host", str),
     "PACELINE_OUT": ("out", Path),
+    "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
 
 
@@ -130,6 +133,12 @@ class TrainerConnection:
         """Where artifacts go; made on first use."""
         self.settings.out.mkdir(parents=True, exist_ok=True)
         return self.settings.out
+
+    @property
+    def resume_from(self) -> Path | None:
+        """Where the newest files of the job's ``artifacts.pull`` are, when it starts again."""
+        found = self.settings.resume_from
+        return found if found is not None and found.is_dir() else None
 
     def publisher(
         self, tensors: object, *, wire_dtypes: Mapping[str, str] | None = None

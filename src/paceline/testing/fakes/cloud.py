@@ -97,8 +97,17 @@ class Reply:
 class Machines(Protocol):
     """Real machines behind the rented ones."""
 
-    def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
-        """Have a machine that lets these keys in, and return where its sshd is; idempotent."""
+    def start(
+        self,
+        instance_id: str,
+        public_keys: Iterable[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[str, int]:
+        """Have a machine that lets these keys in, and return where its sshd is; idempotent.
+
+        ``environ`` is what logins find in their environment there.
+        """
         ...
 
     def stop(self, instance_id: str) -> None:
@@ -348,7 +357,12 @@ class FakeCloud(ABC):
         """Return where its sshd is: a real one, or an address that nobody has."""
         if self.machines is None:
             return "127.0.0.1", 22
-        return self.machines.start(rental.instance_id, rental.public_keys)
+        environ = self.machine_environ(rental)
+        return self.machines.start(rental.instance_id, rental.public_keys, environ=environ)
+
+    def machine_environ(self, rental: Rental) -> Mapping[str, str]:
+        """Return what the provider puts into a machine's environment."""
+        return {}
 
     def halt(self, rental: Rental) -> None:
         """Stop a machine that can be started again."""

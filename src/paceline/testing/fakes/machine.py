@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -42,7 +42,7 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
 PrintMotd no
-SetEnv HOME={root}/home {mark}={nonce} PATH={path}
+SetEnv HOME={root}/home {mark}={nonce} PATH={path}{environ}
 ForceCommand cd "$HOME" && eval "${{SSH_ORIGINAL_COMMAND:-exec $SHELL -l}}"
 """
 
@@ -54,7 +54,7 @@ class FakeMachine:
     Needs OpenSSH's server on this host, and runs as whoever runs the test.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a machine may be like
         self,
         root: Path,
         *,
@@ -62,6 +62,7 @@ class FakeMachine:
         port: int | None = None,
         host: str = "127.0.0.1",
         without: Iterable[str] = (),
+        environ: Mapping[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
@@ -72,6 +73,7 @@ class FakeMachine:
             port: where sshd listens; None takes a free one at the first start.
             host: the address on loopback.
             without: names of programs that this machine does not have, such as ``rsync``.
+            environ: what every login finds in its environment; values without blanks.
             clock: what waiting is measured by; real, as the processes are.
         """
         self.root = root
@@ -80,6 +82,7 @@ class FakeMachine:
         self._authorized_keys = list(authorized_keys)
         self._port = port
         self._without = frozenset(without)
+        self._environ = dict(environ or {})
         self._clock = clock or system_clock()
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
@@ -237,6 +240,7 @@ class FakeMachine:
                 mark=_MARK,
                 nonce=self._nonce,
                 path=self._path(),
+                environ="".join(f" {name}={value}" for name, value in self._environ.items()),
             )
         )
         with (self.root / "sshd.log").open("wb") as log:

@@ -22,12 +22,20 @@ class SshMachines:
         self._machines: dict[str, FakeMachine] = {}
         self._numbers = itertools.count(1)
 
-    def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
-        """Have the machine run and let these keys in."""
+    def start(
+        self,
+        instance_id: str,
+        public_keys: Iterable[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[str, int]:
+        """Have the machine run, with ``environ``, and let these keys in."""
         machine = self._machines.get(instance_id)
         if machine is None:
             host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
-            machine = FakeMachine(self._root / instance_id, port=self._port, host=host)
+            machine = FakeMachine(
+                self._root / instance_id, port=self._port, host=host, environ=environ
+            )
             self._machines[instance_id] = machine
         machine.start()
         for key in public_keys:
