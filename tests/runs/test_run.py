@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +219,8 @@ class World:
         self.notes = Notes()
         self.out = out
         self.job = JobSpec(name="job", roles=roles, budget=budget)
+        self.fleet_more: dict[str, Any] = {}
+        self.run_more: dict[str, Any] = {}
 
     def execute(self, limits: Limits | None = None) -> RunResult:
         backend: BackendAdapter = self.cloud
@@ -231,6 +234,7 @@ class World:
                 secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
+                **self.fleet_more,
             )
         )
         parts = RunParts(
@@ -246,6 +250,7 @@ class World:
             started_at="2026-01-01T00:00:00Z",
             redact=lambda text: text,
             limits=limits or Limits(),
+            **self.run_more,
         )
         return RunDriver(parts).execute()
 

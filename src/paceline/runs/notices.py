@@ -5,6 +5,8 @@ what fails is put on record and forgotten. Nothing secret leaves: tokens are tak
 """
 
 import json
+import os
+import signal
 import subprocess
 import urllib.error
 import urllib.request
@@ -90,20 +92,22 @@ class Notifier:
     def _run_command(self, text: str) -> str | None:
         if self._spec.command is None:
             return None
+        process = subprocess.Popen(  # noqa: S603 - the operator's own command is what is asked for
+            ["/bin/sh", "-c", self._spec.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            ended = subprocess.run(  # noqa: S603 - the operator's own command is what is asked for
-                ["/bin/sh", "-c", self._spec.command],
-                input=text,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=TIMEOUT_S,
-                check=False,
-                start_new_session=True,
-            )
+            process.communicate(text, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
             return f"notify.command did not end within {TIMEOUT_S:g} s and was killed"
-        return f"notify.command exited with {ended.returncode}" if ended.returncode else None
+        code = process.returncode
+        return f"notify.command exited with {code}" if code else None
 
     def _post(self, text: str) -> str | None:
         if self._spec.webhook is None:

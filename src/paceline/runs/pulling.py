@@ -110,7 +110,7 @@ class Puller:
 
             if shelf.fetch(one, copy, is_still=is_still) is not None:
                 self._tell(slot, "checkpoint.pulled", one)
-        shelf.prune(keep=keep)
+                shelf.prune(keep=keep)
 
     def store(self, slot: Slot, backend: BackendAdapter, handle: InstanceHandle, g: Guest) -> None:
         """Have one machine send what is new to the object store."""
