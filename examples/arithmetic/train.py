@@ -105,7 +105,7 @@ def grpo_config(options: Options, directory: Path) -> GRPOConfig:
         dataloader_pin_memory=False,
         save_strategy="steps" if options.save_every else "no",
         save_steps=max(1, options.save_every),
-        save_total_limit=2,
+        save_total_limit=6,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,

@@ -60,7 +60,7 @@ def rented(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rented]:
     keys.mkdir(parents=True)
     make_key_pair(keys / "id_ed25519")
     machines = SshMachines(tmp_path / "machines")
-    fake = FAKES[request.param]()(clock=CLOCK, machines=machines, boot_s=0.1)
+    fake = FAKES[request.param]()(clock=CLOCK, machines=machines, boot_s=0.0)
     with serve_fake(fake) as environ:
         make: Callable[..., BackendAdapter] = load_backend(request.param)
         parts = fake_parts(

@@ -131,7 +131,9 @@ class Puller:
             return
         if before == handle.label:
             self._link(backend, handle, g)
-        elif self._parts.artifacts.to is not None:
+            return
+        self._put_log_aside(slot)
+        if self._parts.artifacts.to is not None:
             words = ["checkpoints", "fetch", self._parts.artifacts.to, "--run"]
             words += [self._parts.run_id, "--slot", str(slot), "--into", g.path(RESUME)]
             self._store_command(backend, handle, words)
@@ -139,6 +141,13 @@ class Puller:
             for where, folder in self._shelf(slot).newest().items():
                 there = "/".join(filter(None, (g.path(RESUME), where)))
                 backend.sync_to(handle, folder, there, excludes=(f"/{MANIFEST}",))
+
+    def _put_log_aside(self, slot: Slot) -> None:
+        """Keep what the machine before said: the next one begins a log of the same name."""
+        logs = self._parts.out / "logs"
+        log = logs / f"{slot}.log"
+        if log.exists():
+            log.rename(logs / f"{slot}.{1 + len(list(logs.glob(f'{slot}.*.log')))}.log")
 
     def _link(self, backend: BackendAdapter, handle: InstanceHandle, g: Guest) -> None:
         """Show a role on the same machine its own files where it looks for them."""

@@ -5,16 +5,14 @@ them. Whatever ends a run (success, a failure, a signal, a bug) ends in ``Ending
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError
-from paceline.refit.control.protocol import ControlPlane
-from paceline.refit.errors import ControlError
-from paceline.refit.model import Event, InstalledReport
 from paceline.runs.ending import Ending
 from paceline.runs.files import write_atomic
 from paceline.runs.fleet import Broke, Exited, Failed, Hitch, Lost, Message, Ready, Started
+from paceline.runs.happenings import Happenings
 from paceline.runs.live import live_state
 from paceline.runs.model import Outcome, Slot, slots_of
 from paceline.runs.outcome import RunResult, conclude, judged
@@ -36,7 +34,7 @@ from paceline.runs.plan import (
     is_crash_looping,
     stop_from_outside,
 )
-from paceline.runs.queries import engines_at_end, view_of
+from paceline.runs.queries import engines_at_end
 from paceline.runs.report import RunFacts
 from paceline.runs.signals import Signals
 from paceline.store.protocol import StoreError
@@ -46,8 +44,6 @@ __all__ = ["Limits", "RunDriver", "RunParts", "Watcher"]
 TICK_S = 0.25
 COST_EVERY_S = 5.0
 LIVE_EVERY_S = 1.0
-EVENTS_PAGE = 1000
-PAGES_MAX = 100
 STOPPED = frozenset({0, 130, 143})
 """How a role ends that was asked to: by itself, or by SIGINT or SIGTERM."""
 
@@ -68,17 +64,17 @@ class RunDriver:
             )
             for slot, role in slots_of(parts.job).items()
         }
-        self._events: list[Event] = []
-        self._view = view_of(())
-        self._num_seen = 0
-        self._installed: Sequence[InstalledReport] = ()
+        self._happenings = Happenings(
+            parts.control,
+            model_name=None if parts.job.refit is None else parts.job.refit.model,
+            note=self.note,
+        )
         self._cost_usd = 0.0
         self._burn_dph = 0.0
         self._cost_due_s = 0.0
         self._cost_read_s = parts.clock.monotonic()
         self._is_cost_guessed = False
         self._live_due_s = 0.0
-        self._is_control_down = False
         self._is_ending = False
         self._is_unheard = False
         self._has_warned = False
@@ -111,7 +107,9 @@ class RunDriver:
                 finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
             finally:
                 finish = self._wind_down(finish)
-        return self._result(judged(finish, self._view), self._parts.clock.monotonic() - begun_s)
+        return self._result(
+            judged(finish, self._happenings.view), self._parts.clock.monotonic() - begun_s
+        )
 
     def _until_finish(self) -> Finish:
         for step in (self._rent, self._bootstrap):
@@ -287,15 +285,19 @@ class RunDriver:
     def _move(self, slot: Slot, phase: Phase) -> None:
         self._views[slot] = replace(self._views[slot], phase=phase)
 
+    def is_caught_up(self) -> bool:
+        """Say whether every live engine serves the last version."""
+        return self._happenings.is_caught_up()
+
     def look(self) -> None:
         """Read events and cost now."""
-        self._poll_events()
+        self._happenings.poll()
         self._poll_cost()
 
     def _poll(self) -> None:
         """Look at what changes by itself: events, cost, pulls and heartbeats that are due."""
         now_s = self._parts.clock.monotonic()
-        self._poll_events()
+        self._happenings.poll()
         if problem := self._parts.journal.take_problem():
             self.note(problem)
         if now_s >= self._cost_due_s:
@@ -307,40 +309,6 @@ class RunDriver:
         if now_s >= self._live_due_s:
             self._live_due_s = now_s + LIVE_EVERY_S
             self._write_live()
-
-    def _poll_events(self) -> None:
-        if self._parts.control is None:
-            return
-        try:
-            fresh = self._fresh_events(self._parts.control)
-        except ControlError as exc:
-            if not self._is_control_down:
-                self.note(f"control service: {exc}")
-            self._is_control_down = True
-            return
-        self._is_control_down = False
-        if fresh:
-            self._events += fresh
-            self._num_seen = fresh[-1].index
-            self._view = view_of(self._events)
-
-    def _fresh_events(self, control: ControlPlane) -> list[Event]:
-        fresh: list[Event] = []
-        for _ in range(PAGES_MAX):
-            after = fresh[-1].index if fresh else self._num_seen
-            page = control.list_events(after=after, limit=EVENTS_PAGE)
-            fresh += page
-            if len(page) < EVENTS_PAGE:
-                break
-        if self._parts.job.refit is not None:
-            self._installed = control.list_installed(self._parts.job.refit.model)
-        return fresh
-
-    def is_caught_up(self) -> bool:
-        """Say whether every live engine serves the last version."""
-        self._poll_events()
-        last = self._view.states[-1].version.root_digest if self._view.states else None
-        return last is None or all(one.root_digest == last for one in self._installed)
 
     def _poll_cost(self) -> None:
         self._read_cost()
@@ -380,7 +348,7 @@ class RunDriver:
             spent_usd=self._cost_usd,
             burn_dph=self._burn_dph,
             checkpoints=self._parts.puller.told if self._parts.puller else {},
-            view=self._view,
+            view=self._happenings.view,
         )
         try:
             write_atomic(self._parts.live, json.dumps(found))
@@ -389,7 +357,7 @@ class RunDriver:
             self._live_due_s = float("inf")
 
     def _show_progress(self) -> None:
-        self._parts.watcher.progress(self._view, tuple(self._views.values()))
+        self._parts.watcher.progress(self._happenings.view, tuple(self._views.values()))
 
     def note(self, text: str) -> None:
         """Tell whoever watches."""
@@ -418,7 +386,7 @@ class RunDriver:
             started_at=self._parts.started_at,
             wall_s=wall_s,
             cost_usd=self._cost_usd,
-            engines=engines_at_end(self._view, self._installed),
+            engines=engines_at_end(self._happenings.view, self._happenings.installed),
             slots=tuple(self._views.values()),
             budget=self._parts.job.budget,
             checkpoints=self._parts.puller.told if self._parts.puller else {},
@@ -432,7 +400,9 @@ class RunDriver:
                 "cost_usd": facts.cost_usd,
             },
         )
-        return conclude(finish, self._view, facts, out=self._parts.out, redact=self._parts.redact)
+        return conclude(
+            finish, self._happenings.view, facts, out=self._parts.out, redact=self._parts.redact
+        )
 
 
 def _failed(message: Failed) -> Finish:
