@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import DeadlineExceededError, UsageError
+from paceline.core.errors import ExitStatus, UsageError
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
+    AttemptsFailedError,
     BackendError,
     GoneUnrecordedError,
     IllegalMoveError,
+    NeverReadyError,
     NoOffersError,
     NotProvenGoneError,
 )
@@ -126,8 +128,9 @@ def test_capacity_moves_on_and_leaves_nothing_behind(world: World) -> None:
     world.fake.faults[:] = [Fault.NO_CAPACITY]
     assert world.rent().offer.dph == 2.0
     assert world.states() == [MachineState.RUNNING]
+    world.clock.advance(60)
     world.fake.faults[:] = [Fault.NO_CAPACITY, Fault.NO_CAPACITY]
-    with pytest.raises(NoOffersError, match=r"Tried: fake fake-0: .*; fake fake-1: "):
+    with pytest.raises(AttemptsFailedError, match=r"Tried:\n  fake fake-0: .*\n  fake fake-1: "):
         world.rent()
     assert len(world.fake.billing()) == 1
 
@@ -178,10 +181,16 @@ def test_without_a_listing_an_ambiguous_create_stays_on_record(world: World) -> 
 
 
 def test_what_never_boots_is_destroyed(world: World) -> None:
-    """The wait ends at its deadline and nothing bills."""
+    """The wait ends at its deadline, and the next offer is tried when nothing bills."""
     world.fake.faults[:] = [Fault.NEVER_BOOTS]
-    with pytest.raises(DeadlineExceededError):
+    machine = world.rent()
+    assert machine.offer.dph == 2.0
+    assert [one.handle.label for one in world.fake.billing()] == [machine.label]
+    world.orchestrator.destroy(machine)
+    world.fake.faults[:] = [Fault.NEVER_BOOTS]
+    with pytest.raises(NeverReadyError, match=r"fake-1: boot_late, 0\.033 USD: ") as caught:
         world.rent()
+    assert caught.value.exit_status is ExitStatus.NOT_READY
     assert world.fake.billing() == []
     assert world.orchestrator.machines() == ()
 

@@ -29,6 +29,7 @@ from paceline.rental.model import (
 from paceline.rental.plan import (
     NUM_ATTEMPTS_MAX,
     BackendAnswer,
+    Experience,
     NextStep,
     PastFailure,
     after_failure,
@@ -138,7 +139,9 @@ def test_a_plan_tries_what_fits_cheapest_first_and_explains_the_rest(
     """Every offer is tried, fits and is in order of price, or is passed over with reasons."""
     failures = [PastFailure(backend="b", offer_id=id_, reason="no boot") for id_ in failed]
     c = OfferConstraints("g-1x", min_disk_gb=100, max_dph=max_dph)
-    plan = plan_attempts(answers, constraints=c, num_gpus=1, failures=failures)
+    plan = plan_attempts(
+        answers, constraints=c, num_gpus=1, experience=Experience(failures=failures)
+    )
     prices = [offer.dph for offer in plan.attempts]
     assert prices == sorted(prices)
     assert len(prices) <= NUM_ATTEMPTS_MAX

@@ -86,6 +86,9 @@ class FakeCloud:
         self.alive[label] = machine
         return machine
 
+    def stop_renting(self, run_id: str) -> None:
+        """Nothing is tried twice here."""
+
     def destroy(self, machine: Machine | str) -> None:
         label = machine if isinstance(machine, str) else machine.label
         known = self.alive.get(label)

@@ -198,3 +198,31 @@ class GoneUnrecordedError(BackendError):
     """A machine was seen gone and the record of it could not be written: nothing bills."""
 
     exit_status = ExitStatus.PREFLIGHT
+
+
+class NotAcceptedError(BackendError):
+    """A machine runs and is not what was offered: destroy it and take another."""
+
+    exit_status = ExitStatus.NOT_READY
+
+
+class BudgetError(BackendError):
+    """What was about to be rented does not fit into the hard cap; the machines there are go on."""
+
+    exit_status = ExitStatus.PREFLIGHT
+
+
+class RentingStoppedError(BackendError):
+    """Whoever asked for a machine does not want it any more."""
+
+    exit_status = ExitStatus.INTERRUPTED
+
+
+class AttemptsFailedError(NoOffersError):
+    """Everything that could be tried was tried; the message has one line per attempt."""
+
+
+class NeverReadyError(AttemptsFailedError):
+    """Machines were made, and none of them could be used."""
+
+    exit_status = ExitStatus.NOT_READY

@@ -54,6 +54,10 @@ class Offer:
     geolocation: str
     raw: Mapping[str, object]
     """What the backend said, untouched."""
+    host: str = ""
+    """The box or owner behind it, where the backend tells: what a bad experience is about."""
+    is_spot: bool = False
+    """It may be taken back at any moment."""
 
 
 @dataclass(frozen=True)

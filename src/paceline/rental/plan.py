@@ -1,13 +1,54 @@
 """Which offers to try, in which order, and what to do when one fails. Pure."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from paceline.rental.errors import NoOffersError, ProvisionError
+from paceline.rental.failover import Block
+from paceline.rental.hosts import HostRecord, first_hour_usd
 from paceline.rental.model import Offer, OfferConstraints
+from paceline.rental.relaxing import (
+    Objection,
+    Relaxation,
+    nearest,
+    objections,
+    wider_objections,
+)
 
 NUM_ATTEMPTS_MAX = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RentRequest:
+    """One machine that a role of a run needs."""
+
+    run_id: str
+    role: str
+    index: int
+    gpu: str
+    """Canonical target, ``h100-1x``."""
+    backends: tuple[str, ...]
+    """Where it may be rented; at equal price the first one wins."""
+    min_disk_gb: int
+    max_dph: float | None
+    image: str
+    ssh_pubkey_path: Path
+    boot_timeout_s: int = 1200
+    is_spot: bool = False
+    """It may be taken back at any moment, and is cheap for it."""
+    min_reliability: float = 0.97
+    min_inet_down_mbps: int = 500
+    hard_usd: float | None = None
+    """What the whole run may cost; no attempt is begun that could cost more."""
+    retry_for_s: float | None = None
+    """Where nothing can be had now, ask again for so long; None: once."""
+
+    @property
+    def slot(self) -> str:
+        """Which machine of the run it is for."""
+        return f"{self.role}-{self.index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +59,8 @@ class BackendAnswer:
     offers: tuple[Offer, ...] = ()
     refusal: str | None = None
     """Why there are none."""
+    others: tuple[Offer, ...] = ()
+    """What it has beside, and what does not fit; to be told about, never to be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +84,7 @@ class PassedOver:
     offer_id: str | None
     """None: the backend had nothing at all."""
     reasons: tuple[str, ...]
+    dph: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +93,8 @@ class RentPlan:
 
     attempts: tuple[Offer, ...]
     passed_over: tuple[PassedOver, ...]
+    relaxations: tuple[Relaxation, ...] = ()
+    """What giving way a little would bring, one per constraint."""
 
     def explain(self) -> str:
         """Return one line per thing that was passed over."""
@@ -69,40 +115,88 @@ class NextStep(StrEnum):
     """Nobody knows: look for the label; do not create again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """What is known of offers beside what their backends say."""
+
+    failures: Sequence[PastFailure] = ()
+    blocks: Sequence[Block] = ()
+    hosts: Mapping[tuple[str, str], HostRecord] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    def objections(self, offer: Offer) -> list[Objection]:
+        """Return what speaks against an offer that fits."""
+        said = [
+            f"failed before: {past.reason}"
+            for past in self.failures
+            if (past.backend, past.offer_id) == (offer.backend, offer.id)
+        ]
+        said += [
+            f"its {block.scope} is passed over for {block.until_s - self.now_s:.0f} s more: "
+            f"{block.kind}: {block.reason}"
+            for block in self.blocks
+            if block.covers(offer, now_s=self.now_s)
+        ]
+        return [Objection(text=text) for text in said]
+
+
 def plan_attempts(
     answers: Sequence[BackendAnswer],
     *,
     constraints: OfferConstraints,
     num_gpus: int,
-    failures: Iterable[PastFailure] = (),
+    experience: Experience = Experience(),
     num_max: int = NUM_ATTEMPTS_MAX,
 ) -> RentPlan:
-    """Return what to try, cheapest first.
+    """Return what to try, first what is likely to cost least in its first hour.
 
-    Of equal prices the backend that comes first in ``answers`` wins, then the more reliable
-    machine, then the backend's own order. What backends return is checked again, because
-    not every adapter filters everything. At most ``num_max`` are tried.
+    Where nothing is known of the hosts that is the cheapest first. Of equal prices the backend
+    that comes first in ``answers`` wins, then the more reliable machine, then the backend's own
+    order. What backends return is checked again, because not every adapter filters everything.
+    At most ``num_max`` are tried.
     """
-    reasons_by_offer = {(past.backend, past.offer_id): past.reason for past in failures}
     fitting: list[tuple[float, int, float, int, Offer]] = []
-    passed_over: list[PassedOver] = []
+    rejected: list[tuple[Offer, list[Objection]]] = []
     for rank, answer in enumerate(answers):
-        if not answer.offers:
-            reason = answer.refusal or "has no offer"
-            passed_over.append(PassedOver(backend=answer.backend, offer_id=None, reasons=(reason,)))
         for place, offer in enumerate(answer.offers):
-            reasons = _objections(offer, constraints, num_gpus)
-            past = reasons_by_offer.get((answer.backend, offer.id))
-            if past is not None:
-                reasons.append(f"failed before: {past}")
-            if reasons:
-                passed_over.append(_pass_over(offer, reasons))
+            found = objections(offer, constraints, num_gpus) + experience.objections(offer)
+            if found:
+                rejected.append((offer, found))
             else:
-                fitting.append((offer.dph, rank, -offer.reliability, place, offer))
+                usd = first_hour_usd(offer, experience.hosts, experience.now_s)
+                fitting.append((usd, rank, -offer.reliability, place, offer))
+        rejected += _others(answer, constraints, num_gpus)
     fitting.sort(key=lambda entry: entry[:4])
     attempts = tuple(entry[4] for entry in fitting)
     surplus = [_pass_over(offer, ["others come first"]) for offer in attempts[num_max:]]
-    return RentPlan(attempts=attempts[:num_max], passed_over=(*passed_over, *surplus))
+    unfit = [_pass_over(offer, [one.text for one in found]) for offer, found in rejected]
+    first_dph = attempts[0].dph if attempts else None
+    return RentPlan(
+        attempts=attempts[:num_max],
+        passed_over=(*_silent(answers), *unfit, *surplus),
+        relaxations=nearest(rejected, first_dph=first_dph),
+    )
+
+
+def _others(
+    answer: BackendAnswer, c: OfferConstraints, num_gpus: int
+) -> list[tuple[Offer, list[Objection]]]:
+    taken = {offer.id for offer in answer.offers}
+    return [
+        (offer, wider_objections(offer, c, num_gpus))
+        for offer in answer.others
+        if offer.id not in taken
+    ]
+
+
+def _silent(answers: Iterable[BackendAnswer]) -> list[PassedOver]:
+    return [
+        PassedOver(
+            backend=answer.backend, offer_id=None, reasons=(answer.refusal or "has no offer",)
+        )
+        for answer in answers
+        if not answer.offers
+    ]
 
 
 def after_failure(failure: Exception) -> NextStep:
@@ -118,22 +212,7 @@ def after_failure(failure: Exception) -> NextStep:
     return NextStep.LOOK_AND_STOP
 
 
-def _objections(offer: Offer, c: OfferConstraints, num_gpus: int) -> list[str]:
-    """Return which constraints an offer fails, each with by how much."""
-    checks = (
-        (offer.num_gpus != num_gpus, f"has {offer.num_gpus} GPUs, {num_gpus} are asked for"),
-        (
-            c.max_dph is not None and not offer.dph <= c.max_dph,
-            f"costs {offer.dph:g} $/h, the limit is {c.max_dph} $/h",
-        ),
-        (
-            offer.disk_space_gb < c.min_disk_gb,
-            f"has {offer.disk_space_gb:g} GB of disk, {c.min_disk_gb} GB are asked for",
-        ),
-        (not offer.dph >= 0, f"names a price of {offer.dph} $/h"),
-    )
-    return [text for is_failed, text in checks if is_failed]
-
-
 def _pass_over(offer: Offer, reasons: list[str]) -> PassedOver:
-    return PassedOver(backend=offer.backend, offer_id=offer.id, reasons=tuple(reasons))
+    return PassedOver(
+        backend=offer.backend, offer_id=offer.id, reasons=tuple(reasons), dph=offer.dph
+    )

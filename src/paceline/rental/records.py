@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from paceline.core.errors import UsageError
@@ -24,7 +24,11 @@ class RentedOffer:
     gpu_name: str
     num_gpus: int
     dph: float
-    """US dollars per hour for the whole machine."""
+    """The most that it may cost, US dollars per hour for the whole machine."""
+    host: str = ""
+    """The box or owner behind it, where the backend tells."""
+    place: str = ""
+    is_spot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +120,36 @@ def make_label(*, run_id: str, role: str, index: int, nonce: str) -> str:
     return f"{LABEL_PREFIX}{run_id}-{role}-{index}-{nonce}"
 
 
-def offer_summary(offer: Offer) -> RentedOffer:
-    """Return the part of ``offer`` that is kept."""
+def offer_summary(offer: Offer, *, dph: float) -> RentedOffer:
+    """Return the part of ``offer`` that is kept; ``dph`` is the most that it may cost."""
     return RentedOffer(
-        id=offer.id, gpu_name=offer.gpu_name, num_gpus=offer.num_gpus, dph=float(offer.dph)
+        id=offer.id,
+        gpu_name=offer.gpu_name,
+        num_gpus=offer.num_gpus,
+        dph=float(dph),
+        host=offer.host,
+        place=offer.geolocation,
+        is_spot=offer.is_spot,
+    )
+
+
+def offer_of(machine: Machine) -> Offer:
+    """Return the offer that a machine was, as far as that was kept."""
+    kept = machine.offer
+    return Offer(
+        backend=machine.backend,
+        id=kept.id,
+        gpu_name=kept.gpu_name,
+        num_gpus=kept.num_gpus,
+        gpu_total_ram_gb=0,
+        dph=kept.dph,
+        reliability=0.0,
+        inet_down_mbps=0.0,
+        disk_space_gb=0.0,
+        geolocation=kept.place,
+        raw={},
+        host=kept.host,
+        is_spot=kept.is_spot,
     )
 
 
@@ -134,12 +164,7 @@ def render_machine(machine: Machine) -> bytes:
             "role": machine.role,
             "index": machine.index,
             "backend": machine.backend,
-            "offer": {
-                "id": machine.offer.id,
-                "gpu_name": machine.offer.gpu_name,
-                "num_gpus": machine.offer.num_gpus,
-                "dph": machine.offer.dph,
-            },
+            "offer": asdict(machine.offer),
             "state": machine.state.value,
             "intended_at": machine.intended_at,
             "instance": instance

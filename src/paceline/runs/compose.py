@@ -15,6 +15,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
 from paceline.refit.control.protocol import ControlPlane
 from paceline.rental import BackendAdapter, InstanceHandle, backend_names, load_backend
+from paceline.rental.drivers.accepting import GpuAcceptance
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import is_name
 from paceline.rental.remote.keys import ensure_key_pair
@@ -46,6 +47,8 @@ KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Whose machines let us in without the operator's key for rented ones."""
 JOURNAL = "events.jsonl"
 STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
+NET_URL = "PACELINE_NET_PROBE_URL"
+"""What a fresh machine downloads from to show its speed; without it speed is not looked at."""
 TOKEN_ROLES = {
     RoleKind.TRAINER: "trainer",
     RoleKind.ROLLOUT: "generator",
@@ -100,15 +103,12 @@ def open_services(
     store = SqliteStore(state_dir / "paceline.sqlite", clock=clock)
     backend = cache(lambda name: load_backend(name)())
     try:
-        rental = Orchestrator(
-            store=store, backend=backend, clock=clock, nonce=system.new_nonce, notify=notify
-        )
         yield Services(
             clock=clock,
             state_dir=state_dir,
             store=store,
             ledger=RunLedger(store),
-            rental=rental,
+            rental=_orchestrator(store, backend, clock, notify),
             backend=backend,
         )
     finally:
@@ -285,7 +285,7 @@ def _drive(
         return role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
 
     with _journal(services, order, out=out, redact=control.redact) as journal:
-        rental = _with_notices(services, journal)
+        rental = _orchestrator(services.store, services.backend, services.clock, journal.record)
         puller = _puller(services, order, out=out, journal=journal)
         fleet = Fleet(
             FleetParts(
@@ -384,13 +384,24 @@ def _armer(job: JobSpec, journal: Journal) -> OnMachine:
     return set_switch
 
 
-def _with_notices(services: Services, journal: Journal) -> Orchestrator:
+def _orchestrator(
+    store: Store,
+    backend: Callable[[str], BackendAdapter],
+    clock: Clock,
+    notify: Callable[[str, dict[str, object]], None],
+) -> Orchestrator:
+    """Return one that looks at every machine with GPUs before it is used."""
+    try:
+        accept = GpuAcceptance(clock=clock, net_url=system.environ().get(NET_URL, ""))
+    except ValueError as exc:
+        raise UsageError(f"{NET_URL}: {exc}; give an http address of some megabytes") from exc
     return Orchestrator(
-        store=services.store,
-        backend=services.backend,
-        clock=services.clock,
+        store=store,
+        backend=backend,
+        clock=clock,
         nonce=system.new_nonce,
-        notify=journal.record,
+        notify=notify,
+        accept=accept,
     )
 
 

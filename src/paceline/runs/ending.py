@@ -69,6 +69,7 @@ class Ending:
     def run(self, finish: Finish) -> Finish:
         """Do every step and return the finish, made worse by what did not work."""
         self._driving.note(f"ending: {finish.reason}")
+        self._parts.rental.stop_renting(self._parts.run_id)
         if finish.pull_s is not None:
             self._collect_by_s = self._parts.clock.monotonic() + finish.pull_s
         steps = (

@@ -7,7 +7,7 @@ machine outlives both.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock, Thread
@@ -37,8 +37,12 @@ class Rental(Protocol):
         """Return a machine that runs. Raises BackendError; whatever exists stays on record."""
         ...
 
-    def destroy(self, machine: Machine | str) -> None:
-        """End a machine and see it gone; idempotent.
+    def stop_renting(self, run_id: str) -> None:
+        """Begin no further attempt to rent for a run."""
+        ...
+
+    def destroy(self, machine: Machine | str) -> object:
+        """End a machine and see it gone; idempotent. What it returns says what was verified.
 
         Raises NotProvenGoneError, or GoneUnrecordedError when it is gone and cannot be written off.
         """
@@ -137,6 +141,8 @@ class FleetParts:
     """Comes after the bootstrap: installs what ends a machine that nobody asks after."""
     prepare: OnMachine = _nothing
     """Comes before each start of the role's command: brings what it goes on from."""
+    retry_for_s: float | None = None
+    """Where nothing can be had now, ask again for so long."""
 
 
 class Fleet:
@@ -266,11 +272,17 @@ class Fleet:
         return Ready(slot=slot)
 
     def _request(self, slot: Slot) -> RentRequest:
-        return rent_request(
+        request = rent_request(
             self._roles[slot],
             slot.index,
             run_id=self._parts.run_id,
             ssh_pubkey_path=self._parts.ssh_pubkey_path,
+        )
+        budget = self._parts.job.budget
+        return replace(
+            request,
+            hard_usd=None if budget is None else budget.hard_usd,
+            retry_for_s=self._parts.retry_for_s,
         )
 
     def _bootstrapped(self, slot: Slot) -> Message:
@@ -364,4 +376,5 @@ def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Pa
         image=role.image,
         ssh_pubkey_path=ssh_pubkey_path,
         boot_timeout_s=role.boot_timeout_s,
+        is_spot=role.spot,
     )

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceStatus,
@@ -254,4 +255,25 @@ class SupportsCredentials(Protocol):
         Never raises for missing or refused credentials: the report says so, and what to do.
         Raises BackendError only where the answer cannot be known, such as without a network.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsDeathCause(Protocol):
+    """A backend whose answers tell why a machine is not there any more."""
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return what ``status`` says about the end of a machine that ran; asks nobody.
+
+        None: nothing that all backends' states do not say already.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsResidue(Protocol):
+    """A backend where something can outlive a machine and go on billing."""
+
+    def residue(self, h: InstanceHandle) -> list[str]:
+        """Return what a machine that is gone has left: its disks, each by name. Reads only."""
         ...

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
 
 import httpx
 
 from paceline.core.clock import Clock
+from paceline.testing.fakes.gpus import FakeGpus
 
 _HTML = "<html><head><title>502 Bad Gateway</title></head><body><h1>Bad Gateway</h1></body></html>"
 _SLOW_STEP_S = 20.0
@@ -37,6 +38,9 @@ COMMON_FAULTS: Mapping[str, str] = {
     "never-boots": "a new machine stays as it is",
     "ignored-destroy": "a destroy is answered as done, and the machine bills on",
     "no-balance": "a create is refused: the account is empty",
+    "dead-gpu": "a GPU of a new machine is listed and cannot be used",
+    "missing-gpu": "a new machine has one GPU less than was offered",
+    "less-memory": "the GPUs of a new machine have half the memory that was offered",
 }
 
 
@@ -136,8 +140,19 @@ class Rental:
     started_at: float = 0.0
     """When it was last told to run."""
     public_keys: list[str] = field(default_factory=list)
+    gpus: FakeGpus | None = None
+    """What is really in it, whatever was offered."""
     ended_at: float | None = None
     """When it stopped to bill for good."""
+
+
+@runtime_checkable
+class SupportsGpus(Protocol):
+    """Machines that can have a driver with GPUs."""
+
+    def equip(self, instance_id: str, gpus: FakeGpus) -> None:
+        """Say what a machine's driver is to show, before its first start."""
+        ...
 
 
 class Faults:
@@ -337,6 +352,18 @@ class FakeCloud(ABC):
         self.rentals[instance_id] = rental
         return rental
 
+    def put_gpus(self, rental: Rental, name: str, *, count: int, memory_mb: float) -> None:
+        """Put GPUs into a new machine, or what the faults have in store instead."""
+        if self.faults.strikes("less-memory"):
+            memory_mb /= 2
+        rental.gpus = FakeGpus(
+            name=name,
+            count=count - self.faults.strikes("missing-gpu"),
+            memory_mb=round(memory_mb),
+            disk_gb=10_000,
+            is_dead=self.faults.strikes("dead-gpu"),
+        )
+
     def close_rental(self, rental: Rental) -> None:
         """End a bill for good."""
         if rental.ended_at is None:
@@ -357,6 +384,8 @@ class FakeCloud(ABC):
         """Return where its sshd is: a real one, or an address that nobody has."""
         if self.machines is None:
             return "127.0.0.1", 22
+        if rental.gpus is not None and isinstance(self.machines, SupportsGpus):
+            self.machines.equip(rental.instance_id, rental.gpus)
         environ = self.machine_environ(rental)
         return self.machines.start(rental.instance_id, rental.public_keys, environ=environ)
 

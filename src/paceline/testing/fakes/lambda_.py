@@ -161,6 +161,9 @@ class FakeLambda(FakeCloud):
             label=str(body.get("name") or ""),
             dph=float(str(row[2])) / 100,
         )
+        memory = re.search(r"([0-9]+) GB", str(row[1]))
+        memory_mb = 1024 * float(memory.group(1)) if memory else 0.0
+        self.put_gpus(rental, str(row[1]), count=int(str(row[3])), memory_mb=memory_mb)
         rental.facts = {"row": row, "region": body.get("region_name") or _REGIONS[0]}
         rental.facts["tags"] = body.get("tags") or []
         tags = body.get("tags")

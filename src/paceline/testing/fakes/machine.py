@@ -22,6 +22,7 @@ from paceline.core.errors import PreflightError
 from paceline.core.waiting import wait_until
 from paceline.rental.remote.processes import Identity, end_processes, find_processes
 from paceline.system import new_nonce, system_clock
+from paceline.testing.fakes.gpus import FakeGpus, install_driver
 
 _MARK = "PACELINE_FAKE_MACHINE"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -42,7 +43,7 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
 PrintMotd no
-SetEnv HOME={root}/home {mark}={nonce} PATH={path}{environ}
+SetEnv HOME={root}/home {mark}={nonce} PATH={path}{more}
 ForceCommand cd "$HOME" && eval "${{SSH_ORIGINAL_COMMAND:-exec $SHELL -l}}"
 """
 
@@ -54,7 +55,7 @@ class FakeMachine:
     Needs OpenSSH's server on this host, and runs as whoever runs the test.
     """
 
-    def __init__(  # noqa: PLR0913 - what a machine may be like
+    def __init__(  # noqa: PLR0913 - what machines differ in
         self,
         root: Path,
         *,
@@ -63,6 +64,7 @@ class FakeMachine:
         host: str = "127.0.0.1",
         without: Iterable[str] = (),
         environ: Mapping[str, str] | None = None,
+        gpus: FakeGpus | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
@@ -74,6 +76,7 @@ class FakeMachine:
             host: the address on loopback.
             without: names of programs that this machine does not have, such as ``rsync``.
             environ: what every login finds in its environment; values without blanks.
+            gpus: what its driver says it has; None: it has no driver.
             clock: what waiting is measured by; real, as the processes are.
         """
         self.root = root
@@ -83,6 +86,7 @@ class FakeMachine:
         self._port = port
         self._without = frozenset(without)
         self._environ = dict(environ or {})
+        self._gpus = gpus
         self._clock = clock or system_clock()
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
@@ -214,6 +218,14 @@ class FakeMachine:
         lines = "".join(f"{key.strip()}\n" for key in self._authorized_keys)
         (self.root / "authorized_keys").write_text(lines)
 
+    def _own_programs(self) -> list[str]:
+        """Return where what stands in for a driver is, once it was put there."""
+        if self._gpus is None:
+            return []
+        driver = self.root / "driver"
+        install_driver(driver, self._gpus)
+        return [str(driver)]
+
     def _path(self) -> str:
         """Return where programs are found; a directory of links where some are to be missing."""
         if not self._without:
@@ -229,6 +241,13 @@ class FakeMachine:
                     link.symlink_to(program)
         return str(programs)
 
+    def _more_environ(self) -> str:
+        """Return what else logins find, as sshd's SetEnv takes it."""
+        more = dict(self._environ)
+        if self._gpus is not None:
+            more["LD_LIBRARY_PATH"] = f"{self.root}/driver"
+        return "".join(f" {name}={value}" for name, value in more.items())
+
     def _start_on(self, sshd: str, port: int) -> bool:
         """Start sshd on ``port`` and return whether it greets; False when it ended instead."""
         config = self.root / "sshd_config"
@@ -239,8 +258,8 @@ class FakeMachine:
                 port=port,
                 mark=_MARK,
                 nonce=self._nonce,
-                path=self._path(),
-                environ="".join(f" {name}={value}" for name, value in self._environ.items()),
+                path=":".join((*self._own_programs(), self._path())),
+                more=self._more_environ(),
             )
         )
         with (self.root / "sshd.log").open("wb") as log:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.rental.model import ExitCode
 from paceline.rental.remote.protocol import Captured, SshTarget
+from paceline.testing.fakes.gpus import FakeGpus
 from paceline.testing.fakes.machine import FakeMachine
 
 
@@ -21,6 +22,11 @@ class SshMachines:
         self._port = port
         self._machines: dict[str, FakeMachine] = {}
         self._numbers = itertools.count(1)
+        self._gpus: dict[str, FakeGpus] = {}
+
+    def equip(self, instance_id: str, gpus: FakeGpus) -> None:
+        """Say what the machine's driver is to show; before its first start."""
+        self._gpus[instance_id] = gpus
 
     def start(
         self,
@@ -34,7 +40,11 @@ class SshMachines:
         if machine is None:
             host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
             machine = FakeMachine(
-                self._root / instance_id, port=self._port, host=host, environ=environ
+                self._root / instance_id,
+                port=self._port,
+                host=host,
+                environ=environ,
+                gpus=self._gpus.get(instance_id),
             )
             self._machines[instance_id] = machine
         machine.start()

@@ -181,6 +181,12 @@ class FakeNebius(FakeCloud):
             "labels": dict(asked.metadata.labels),
             "spec": asked.spec,
         }
+        platform, preset = asked.spec.resources.platform, asked.spec.resources.preset
+        memory_gb = next((row[1] for row in _PLATFORMS if row[0] == platform), 0)
+        width = re.match(r"([0-9]+)gpu-", preset)
+        if width is not None:
+            count = int(width.group(1))
+            self.put_gpus(rental, platform, count=count, memory_mb=memory_gb * 1024)
         script = asked.spec.cloud_init_user_data
         rental.public_keys = re.findall(r"(?:ssh|ecdsa)-[a-z0-9@.-]+ [A-Za-z0-9+/]+=*", script)
         self.disks[f"computedisk-e00{self._num_made:06d}"] = rental.instance_id

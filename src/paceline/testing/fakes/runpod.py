@@ -196,6 +196,7 @@ class FakeRunpod(FakeCloud):
             dph=count * (row[3] if cloud == "SECURE" else row[4]) + disk_gb * _USER_PRICE_OF_DISK,
         )
         rental.facts = {"body": body, "cloud": cloud, "gpu": {"id": row[0], "count": count}}
+        self.put_gpus(rental, row[0], count=count, memory_mb=row[2] * 1024)
         env = body.get("env")
         if isinstance(env, Mapping):
             rental.public_keys = [

@@ -283,6 +283,12 @@ class FakeVast(FakeCloud):
             "end_date": row["end_date"],
             "instance_api_key": f"{rental.instance_id}-key",
         }
+        self.put_gpus(
+            rental,
+            str(row["gpu_name"]),
+            count=int(str(row["num_gpus"])),
+            memory_mb=float(str(row["gpu_ram"])),
+        )
         rental.public_keys = [*self.account_keys, *_keys_in(str(body.get("onstart") or ""))]
         if self.faults.strikes("boot-fails"):
             rental.boot_failure = "Error response from daemon: manifest unknown"

@@ -20,6 +20,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceStatus,
@@ -165,6 +166,10 @@ class LambdaBackend:
         except AbsentError as exc:
             raise InstanceNotFoundError(f"lambda machine {h.instance_id} does not exist") from exc
         return InstanceHandle(self.name, h.instance_id, label, h.created_at)
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return why it is not there any more: preempted has a word of its own here."""
+        return mapping.death_cause(status)
 
     def check(self) -> CredentialReport:
         """Find the key and try it; the provider tells neither who we are nor what is left."""

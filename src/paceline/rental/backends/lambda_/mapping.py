@@ -31,6 +31,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     InstanceHandle,
     InstanceState,
     InstanceStatus,
@@ -61,6 +62,12 @@ _KINDS: Mapping[str, type[ApiError]] = {
     "global/internal-error": ServerError,
     "global/unknown": ServerError,
     "provider/internal-unavailable": ServerError,
+}
+_DEATHS: Final = {
+    "preempted": DeathCause.PREEMPTED,
+    "unhealthy": DeathCause.UNHEALTHY,
+    "terminating": DeathCause.DESTROYED,
+    "terminated": DeathCause.DESTROYED,
 }
 _STATES: Final = {
     "booting": InstanceState.LOADING,
@@ -254,6 +261,11 @@ def failure_of(status: InstanceStatus) -> str | None:
     """Return why a machine will never run, where that shows."""
     word = text_at(status.raw, "status").lower()
     return f"its status is {word}" if word in ("unhealthy", "terminating") else None
+
+
+def death_cause(status: InstanceStatus) -> DeathCause | None:
+    """Return why a machine that ran does not any more, where that shows."""
+    return _DEATHS.get(text_at(status.raw, "status").lower())
 
 
 def is_terminating(status: InstanceStatus | None) -> bool:

@@ -24,6 +24,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceState,
@@ -207,6 +208,10 @@ class NebiusBackend:
     def self_destroy_recipe(self, h: InstanceHandle) -> SelfDestroyRecipe:
         """Return how it halts itself, which is less than an end."""
         return mapping.self_destroy_recipe()
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return why it is not there any more: a preemption looks like a halt."""
+        return mapping.death_cause(status, is_spot=is_spot)
 
     def check(self) -> CredentialReport:
         """Find the credentials and try them; the provider tells no balance."""

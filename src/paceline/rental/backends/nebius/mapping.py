@@ -27,6 +27,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     InstanceHandle,
     InstanceState,
     InstanceStatus,
@@ -58,6 +59,7 @@ _KINDS: Mapping[str, type[ApiError]] = {
     "OUT_OF_RANGE": RequestError,
     "UNIMPLEMENTED": RequestError,
 }
+_DEATHS: Final = {"ERROR": DeathCause.UNHEALTHY, "DELETING": DeathCause.DESTROYED}
 _STATES: Final = {
     "CREATING": InstanceState.LOADING,
     "STARTING": InstanceState.LOADING,
@@ -406,6 +408,14 @@ def failure_of(status: InstanceStatus) -> str | None:
     if word == "STOPPED" and status.state == InstanceState.STOPPED:
         return "it stopped instead of starting, most likely for lack of capacity or quota"
     return f"its state is {word}" if word in ("ERROR", "DELETING") else None
+
+
+def death_cause(status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+    """Return why a machine that ran does not any more, where that shows."""
+    word = text_at(status.raw, "status", "state")
+    if word in ("STOPPED", "STOPPING"):  # how a preemption looks; there is no other word for it
+        return DeathCause.PREEMPTED if is_spot else DeathCause.STOPPED
+    return DeathCause.DESTROYED if status.state == InstanceState.DESTROYED else _DEATHS.get(word)
 
 
 def is_going(status: InstanceStatus | None) -> bool:

@@ -20,6 +20,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceState,
@@ -190,6 +191,10 @@ class RunpodBackend:
         except AbsentError as exc:
             raise InstanceNotFoundError(f"runpod pod {h.instance_id} does not exist") from exc
         return mapping.log_lines(events, num_lines=num_lines)
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return why it is not there any more; one that ended by itself is started again."""
+        return mapping.death_cause(status)
 
     def check(self) -> CredentialReport:
         """Find the key and ask who we are."""

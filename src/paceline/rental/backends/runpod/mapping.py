@@ -29,6 +29,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     InstanceHandle,
     InstanceState,
     InstanceStatus,
@@ -61,6 +62,11 @@ _SOLD_OUT = (
     "not enough free gpus",
     "spend limit",  # the account's own limit is said to look like capacity
 )
+_DEATHS: Final = {
+    "EXITED": DeathCause.STOPPED,  # a container that ends is started again, so somebody halted it
+    "ERROR": DeathCause.UNHEALTHY,
+    "TERMINATED": DeathCause.DESTROYED,
+}
 _STATES: Final = {
     "PROVISIONING": InstanceState.LOADING,
     "STARTING": InstanceState.LOADING,
@@ -273,6 +279,11 @@ def failure_of(status: InstanceStatus) -> str | None:
     """Return why a pod will never run, where that shows."""
     word = text_at(status.raw, "status").upper()
     return "its status is ERROR; its logs may say why" if word == "ERROR" else None
+
+
+def death_cause(status: InstanceStatus) -> DeathCause | None:
+    """Return why a pod that ran does not any more, where that shows."""
+    return _DEATHS.get(text_at(status.raw, "status").upper())
 
 
 def endpoint_of(row: Mapping[str, object], *, ssh_user: str) -> str | None:

@@ -21,6 +21,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     ExitCode,
     InstanceHandle,
     InstanceStatus,
@@ -226,6 +227,10 @@ class VastBackend:
             interval_s=0.5,
         )
         return "\n".join(text.splitlines()[-num_lines:])
+
+    def death_cause(self, status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+        """Return why it is not there any more: a lost bid differs from a lost host."""
+        return mapping.death_cause(status, is_spot=is_spot)
 
     def check(self) -> CredentialReport:
         """Find the key and ask who we are."""

@@ -31,6 +31,7 @@ from paceline.rental.errors import (
 )
 from paceline.rental.model import (
     CredentialReport,
+    DeathCause,
     InstanceHandle,
     InstanceState,
     InstanceStatus,
@@ -207,6 +208,7 @@ def _offer(
         disk_space_gb=disk_space_gb,
         geolocation=text_at(row, "geolocation").strip(", "),
         raw=dict(row),
+        host=text_at(row, "machine_id"),
     )
 
 
@@ -346,6 +348,19 @@ def failure_of(status: InstanceStatus) -> str | None:
     if not is_starting or any(fragment in said for fragment in _PASSING):
         return None
     return message[:300] if any(fragment in said for fragment in _FATAL) else None
+
+
+def death_cause(status: InstanceStatus, *, is_spot: bool) -> DeathCause | None:
+    """Return why a machine that ran does not any more, where that shows."""
+    word = text_at(status.raw, "actual_status").lower()
+    if is_stopped_for_good(status.raw):
+        return DeathCause.OUTBID if is_spot else DeathCause.STOPPED
+    if word in ("offline", "unknown"):
+        return DeathCause.HOST_LOST
+    if word == "exited":  # the container ended although it is meant to run
+        return DeathCause.UNHEALTHY
+    # a bid that loses is stopped, not destroyed
+    return DeathCause.DESTROYED if status.state == InstanceState.DESTROYED else None
 
 
 def endpoint_of(row: Mapping[str, object], *, ssh_user: str) -> str | None:
