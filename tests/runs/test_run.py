@@ -32,7 +32,7 @@ from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
 from paceline.runs.run import Limits, RunDriver, RunParts
 from paceline.store.protocol import StoreError
-from paceline.system import system_clock
+from paceline.system import new_nonce, system_clock
 
 
 class FakeCloud:
@@ -148,7 +148,7 @@ class FakeCloud:
         code = int(self.is_bare and command.startswith("test -e"))
         if "stop.sh" in command:
             self.ended[h.label].set()
-        elif "start.sh" in command:
+        elif "watch.sh" in command:
             code = self.commands[machine.role](h.label)
         return ExitCode(code, 0.0)
 
@@ -231,6 +231,8 @@ class World:
                 secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
+                clock=system_clock(),
+                nonce=new_nonce,
             )
         )
         parts = RunParts(

@@ -1,4 +1,4 @@
-"""The verbs that look at runs and end them: ls, status, logs, down, gc, cost."""
+"""The verbs that look at runs and end them: ls, status, down, gc, cost."""
 
 import json
 from collections.abc import Mapping
@@ -7,15 +7,12 @@ from pathlib import Path
 
 import click
 
-from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
-from paceline.rental import InstanceState, NotProvenGoneError, backend_names
+from paceline.rental import NotProvenGoneError, backend_names
 from paceline.rental.records import Machine
 from paceline.runs import compose
-from paceline.runs.bootstrap import Guest
 from paceline.runs.compose import Services
 from paceline.runs.ledger import RunRecord
-from paceline.runs.model import Slot
 from paceline.runs.owner import owner_pid
 from paceline.runs.upkeep import LeftOver, close_ended, end_left_overs, end_run, find_left_overs
 
@@ -50,30 +47,6 @@ def status(*, run_id: str, as_json: bool) -> None:
         if key not in {"machines", "summary"} and value is not None:
             click.echo(printable(f"{key:<12} {value}"))
     _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
-
-
-@click.command()
-@click.argument("run_id", metavar="RUN")
-@click.option("--role", help="Which role; may be left away when there is one.")
-@click.option("--index", default=0, show_default=True, help="Which of the role's machines.")
-@click.option("-f", "--follow", is_flag=True, help="Go on while the role runs.")
-def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
-    """Show the log of a role, from its machine or, after the run, from what was pulled."""
-    with compose.open_services() as services:
-        record = services.ledger.get(run_id)
-        machines = services.rental.machines(run_id)
-        names = sorted({m.role for m in machines} | _pulled_roles(record))
-        slot = Slot(role=role or _only(names, run_id), index=index)
-        machine = next((m for m in machines if (m.role, m.index) == (slot.role, index)), None)
-        if machine is not None and _is_running(services, machine):
-            return _stream_log(services, machine, Guest(run_id=run_id, slot=slot), follow=follow)
-    path = Path(record.out) / "logs" / f"{slot}.log"
-    if not path.is_file():
-        raise UsageError(f"no log of {slot} in {path.parent}; roles: {', '.join(names) or 'none'}")
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            click.echo(line, nl=False)
-    return ExitStatus.OK
 
 
 @click.command()
@@ -166,34 +139,6 @@ def _summary(record: RunRecord) -> object:
     except (OSError, ValueError, RecursionError) as exc:
         click.echo(printable(f"{record.report} is not a report any more: {exc}"), err=True)
         return None
-
-
-def _pulled_roles(record: RunRecord) -> set[str]:
-    found = (Path(record.out) / "logs").glob("*-*.log")
-    return {path.stem.rpartition("-")[0] for path in found}
-
-
-def _only(names: list[str], run_id: str) -> str:
-    if len(names) != 1:
-        raise UsageError(
-            f"run {run_id} has the roles {', '.join(names) or 'none'}; name one: --role"
-        )
-    return names[0]
-
-
-def _is_running(services: Services, machine: Machine) -> bool:
-    if machine.instance is None:
-        return False
-    state = services.backend_of(machine.backend).status(machine.instance).state
-    return state == InstanceState.RUNNING
-
-
-def _stream_log(services: Services, machine: Machine, guest: Guest, *, follow: bool) -> int:
-    log = guest.path("logs", f"{guest.slot}.log")
-    command = f"exec tail -n +1 {'-F' if follow else ''} {log}"
-    backend = services.backend_of(machine.backend)
-    backend.run_remote(machine.handle, command, stream=True)
-    return ExitStatus.OK
 
 
 def _table(rows: list[dict[str, object]], columns: tuple[str, ...], nothing: str) -> None:

@@ -4,26 +4,25 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
 from paceline.refit.control.protocol import ControlPlane
-from paceline.rental import BackendAdapter, backend_names, load_backend
+from paceline.rental import BackendAdapter, SupportsAccess, backend_names, load_backend
+from paceline.rental.compose import tail_of
 from paceline.rental.orchestrator import Orchestrator
-from paceline.rental.records import is_name
+from paceline.rental.records import Machine, is_name
+from paceline.rental.remote.job import pass_through
 from paceline.rental.remote.keys import ensure_key_pair
-from paceline.runs.bootstrap import (
-    AUTHORITY_FILE,
-    CONTROL_SECRETS,
-    CREDENTIALS_FILE,
-    role_env,
-)
+from paceline.rental.remote.protocol import Access
+from paceline.rental.remote.tail import Sink, Tail
+from paceline.runs.bootstrap import CONTROL_SECRETS, Guest, role_env
 from paceline.runs.files import make_private
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
@@ -31,7 +30,10 @@ from paceline.runs.ledger import RunLedger, RunRecord
 from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
 from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
+from paceline.runs.passing import LogPasser, no_passing
 from paceline.runs.run import RunDriver, RunParts, Watcher
+from paceline.runs.scripts import AUTHORITY_FILE, CREDENTIALS_FILE
+from paceline.runs.sshconfig import SshConfig
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
@@ -72,14 +74,8 @@ class Services:
         return self.state_dir / "runs" / run_id
 
 
-def _no_notice(name: str, fields: Mapping[str, object]) -> None:
-    """Take no notice."""
-
-
 @contextmanager
-def open_services(
-    notify: Callable[[str, dict[str, object]], None] = _no_notice,
-) -> Iterator[Services]:
+def open_services() -> Iterator[Services]:
     """Open the operator's state. Raises PreflightError when it cannot be used."""
     state_dir = system.state_dir()
     try:
@@ -94,7 +90,11 @@ def open_services(
     backend = cache(lambda name: load_backend(name)())
     try:
         rental = Orchestrator(
-            store=store, backend=backend, clock=clock, nonce=system.new_nonce, notify=notify
+            store=store,
+            backend=backend,
+            clock=clock,
+            nonce=system.new_nonce,
+            notify=partial(_forget_name, state_dir),
         )
         yield Services(
             clock=clock,
@@ -106,6 +106,33 @@ def open_services(
         )
     finally:
         store.close()
+
+
+def ssh_config(services: Services) -> SshConfig:
+    """Return the names by which plain ssh finds machines."""
+    return _names_in(services.state_dir)
+
+
+def _names_in(state_dir: Path) -> SshConfig:
+    user_file = Path(system.environ().get("HOME") or Path.home()) / ".ssh" / "config"
+    return SshConfig(state_dir.resolve() / "ssh" / "hosts", user_file=user_file)
+
+
+def _give_name(services: Services, note: Callable[[str], None], machine: Machine) -> None:
+    """Let plain ssh find a machine; a run does not depend on that."""
+    backend = services.backend_of(machine.backend)
+    if isinstance(backend, SupportsAccess):
+        try:
+            ssh_config(services).add(machine, backend.access(machine.handle))
+        except PacelineError as exc:
+            note(f"{machine.label} has no name for plain ssh: {exc}")
+
+
+def _forget_name(state_dir: Path, name: str, fields: Mapping[str, object]) -> None:
+    """Take a machine's name out of ssh's configuration once the machine is gone."""
+    if name == "machine.destroyed":
+        with suppress(OSError):  # the next `paceline ssh-config` drops what is left
+            _names_in(state_dir).drop(str(fields["label"]))
 
 
 def read_job(path: Path) -> JobSpec:
@@ -273,6 +300,9 @@ def _drive(
 
     journal = Journal(out / JOURNAL, clock=services.clock)
     rental = _with_notices(services, journal)
+    passer = LogPasser(
+        tail_of=partial(log_of, services, sink=partial(pass_through, 1)), note=watcher.note
+    )
     fleet = Fleet(
         FleetParts(
             job=job,
@@ -283,7 +313,10 @@ def _drive(
             secrets_of=control.secrets_of,
             ssh_pubkey_path=services.ssh_pubkey_path,
             scratch=services.run_dir(run_id),
-            stream=order.stream,
+            clock=services.clock,
+            nonce=system.new_nonce,
+            rented=partial(_give_name, services, watcher.note),
+            passing=passer.passing if order.stream else no_passing,
         )
     )
     started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
@@ -304,13 +337,44 @@ def _drive(
     ).execute()
 
 
+def log_of(
+    services: Services, machine: Machine, guest: Guest, *, sink: Sink, follow: bool = True
+) -> Tail:
+    """Return a reader of a role's log that ends with the role, or at the log's present end.
+
+    Raises:
+        UsageError: the backend does not say how its machines are reached.
+    """
+    return tail_of(
+        access_of(services, machine),
+        guest.log,
+        until=guest.path("state", str(guest.slot), "ended"),
+        sink=sink,
+    )
+
+
+def access_of(services: Services, machine: Machine) -> Access:
+    """Return how a machine is reached. Raises UsageError where its backend does not say."""
+    backend = services.backend_of(machine.backend)
+    if not isinstance(backend, SupportsAccess):
+        raise UsageError(
+            f"backend {machine.backend} does not say how its machines are reached; "
+            "its adapter has to sign SupportsAccess"
+        )
+    return backend.access(machine.handle)
+
+
 def _with_notices(services: Services, journal: Journal) -> Orchestrator:
+    def notify(name: str, fields: Mapping[str, object]) -> None:
+        journal.record(name, fields)
+        _forget_name(services.state_dir, name, fields)
+
     return Orchestrator(
         store=services.store,
         backend=services.backend,
         clock=services.clock,
         nonce=system.new_nonce,
-        notify=journal.record,
+        notify=notify,
     )
 
 
