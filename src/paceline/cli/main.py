@@ -21,6 +21,7 @@ from paceline.core.text import printable
 
 VERBS: dict[str, tuple[str, str]] = {
     "up": ("paceline.cli.up:up", "Run a job file: rent, train, roll out, report, tear down."),
+    "attach": ("paceline.cli.up:attach", "Take up a run whose driver is gone."),
     "run": ("paceline.cli.up:run", "Run one command on one rented machine."),
     "ls": ("paceline.cli.runs:ls", "List machines that are on record and not proven gone."),
     "status": ("paceline.cli.runs:status", "Show one run."),

@@ -13,7 +13,8 @@ from paceline.rental.records import Machine
 from paceline.runs import compose
 from paceline.runs.compose import Services
 from paceline.runs.ledger import RunRecord
-from paceline.runs.owner import owner_pid
+from paceline.runs.links import read_links
+from paceline.runs.owner import owner_of
 from paceline.runs.upkeep import LeftOver, close_ended, end_left_overs, end_run, find_left_overs
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -39,14 +40,17 @@ def status(*, run_id: str, as_json: bool) -> None:
     with compose.open_services() as services:
         record = services.ledger.get(run_id)
         machines = [_machine_json(machine) for machine in services.rental.machines(run_id)]
-        found = _run_json(services, record) | {"machines": machines}
+        links = read_links(services.run_dir(run_id))
+        found = _run_json(services, record) | {"machines": machines, "links": links}
     if as_json:
         click.echo(json.dumps(found))
         return
     for key, value in found.items():
-        if key not in {"machines", "summary"} and value is not None:
+        if key not in {"machines", "links", "summary"} and value is not None:
             click.echo(printable(f"{key:<12} {value}"))
     _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
+    if links:
+        _table(links, ("source", "target", "mode", "why"), "")
 
 
 @click.command()
@@ -116,12 +120,13 @@ def _left_over_json(machine: LeftOver) -> dict[str, object]:
 
 
 def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
-    pid = owner_pid(services.run_dir(record.run_id))
-    state = record.outcome.value if record.outcome else ("running" if pid else "left behind")
+    owner = owner_of(services.run_dir(record.run_id), clock=services.clock)
+    state = record.outcome.value if record.outcome else ("running" if owner else "left behind")
     return {
         "run_id": record.run_id,
         "state": state,
-        "driver_pid": pid,
+        "driver_pid": owner.pid if owner and owner.is_here else None,
+        "driver": str(owner) if owner else None,
         "reason": record.reason or None,
         "out": record.out,
         "report": record.report,

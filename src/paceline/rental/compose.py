@@ -16,6 +16,7 @@ from paceline.rental.remote.directory import DirectoryChannel
 from paceline.rental.remote.protocol import Access, ContainerTarget, SshTarget
 from paceline.rental.remote.ssh import SshChannel
 from paceline.rental.remote.tail import Sink, Tail, Tailed
+from paceline.rental.remote.tunnel import Tunnel, TunnelPlan
 from paceline.system import environ, socket_dir, system_clock
 
 LOGIN_SHELL = 'exec "${SHELL:-/bin/sh}" -l'
@@ -88,3 +89,13 @@ def tail_of(access: Access, path: str, *, until: str | None, sink: Sink) -> Tail
         clock=system_clock(),
         sink=sink,
     )
+
+
+def open_tunnel(target: SshTarget, plan: TunnelPlan, *, timeout_s: float) -> Tunnel:
+    """Return a tunnel that is up, and kept so until it is closed.
+
+    Raises SshUnreachableError when it does not come up in time.
+    """
+    tunnel = Tunnel(SshChannel(target, control_dir=None), plan, clock=system_clock())
+    tunnel.open(timeout_s=timeout_s)
+    return tunnel

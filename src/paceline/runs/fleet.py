@@ -94,6 +94,10 @@ class Broke:
 Message = Ready | Exited | Lost | Failed | Broke
 
 
+def no_link(slot: Slot, machine: Machine) -> None:
+    """Leave machines as they are: nobody has to reach anybody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetParts:
     """What the machines of a run are made with."""
@@ -111,6 +115,8 @@ class FleetParts:
     clock: Clock
     nonce: Callable[[], str]
     """Fresh lower-case hex: what an attempt to run a role is known by."""
+    link: Callable[[Slot, Machine], None] = no_link
+    """Sees to it that a slot's machine and the other parts of the run reach each other."""
     rented: Callable[[Machine], None] = lambda machine: None
     """Is told of each machine that runs."""
     passing: Passing = no_passing
@@ -241,6 +247,7 @@ class Fleet:
     def _bootstrapped(self, slot: Slot) -> Message:
         backend, handle = self._reach(slot)
         role = self._roles[slot]
+        self._parts.link(slot, self.machines[slot])
         if slot in self._adopted and self._supervised(slot).is_ready():
             return Ready(slot=slot)
         kit = Kit(

@@ -63,6 +63,8 @@ class FakeMachine:
         host: str = "127.0.0.1",
         without: Iterable[str] = (),
         clock: Clock | None = None,
+        netns: str | None = None,
+        path: str = _PATH,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
 
@@ -73,6 +75,8 @@ class FakeMachine:
             host: the address on loopback.
             without: names of programs that this machine does not have, such as ``rsync``.
             clock: what waiting is measured by; real, as the processes are.
+            netns: the network namespace in which all of it runs; ``host`` is an address there.
+            path: where its programs are found.
         """
         self.root = root
         self.host = host
@@ -81,6 +85,8 @@ class FakeMachine:
         self._port = port
         self._without = frozenset(without)
         self._clock = clock or system_clock()
+        self._prefix = ["ip", "netns", "exec", netns] if netns else []
+        self._own_path = path
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
 
@@ -214,7 +220,7 @@ class FakeMachine:
     def _path(self) -> str:
         """Return where programs are found; a directory of links where some are to be missing."""
         if not self._without:
-            return _PATH
+            return self._own_path
         programs = self.root / "bin"
         shutil.rmtree(programs, ignore_errors=True)
         programs.mkdir()
@@ -241,7 +247,7 @@ class FakeMachine:
         )
         with (self.root / "sshd.log").open("wb") as log:
             process = subprocess.Popen(
-                [sshd, "-D", "-e", "-f", str(config)],
+                [*self._prefix, sshd, "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
