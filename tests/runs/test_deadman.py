@@ -121,7 +121,9 @@ def test_where_a_machine_cannot_end_itself_its_roles_are_ended(
     """The process is asked, then killed, and the log says that the machine bills on."""
     machine = made(PROCESS_STOP)
     role = subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
-    (machine.run / "state/task-0.pid").write_text(f"{role.pid}\n")
+    attempt = machine.run / "state/task-0/abcd"
+    attempt.mkdir(parents=True)
+    (attempt / "pid").write_text(f"{role.pid} 1 boot {role.pid}\n")
     assert role.wait(timeout=20) == -signal.SIGKILL
     machine.await_it(lambda: "cannot be ended from inside" in machine.log)
     assert machine.switch.wait(timeout=5) == 0

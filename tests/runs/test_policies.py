@@ -37,6 +37,7 @@ def test_a_trainer_whose_machine_is_lost_goes_on_elsewhere(tmp_path: Path) -> No
     world = World(tmp_path, trainer, ROLLOUT)
     prepared: list[tuple[str, str]] = []
     world.fleet_more = {"prepare": lambda slot, b, h, g: prepared.append((str(slot), h.label))}
+    world.cloud.causes = {"trainer": DeathCause.PREEMPTED}
     first = threading.Event()
 
     def train(label: str) -> int:
@@ -54,7 +55,8 @@ def test_a_trainer_whose_machine_is_lost_goes_on_elsewhere(tmp_path: Path) -> No
     assert [label for slot, label in prepared if slot == "rollout-0"] != []
     assert len([slot for slot, _ in prepared if slot == "rollout-0"]) == 1
     (lost,) = events(world, "machine.lost")
-    assert lost["cause"] == DeathCause.UNKNOWN
+    assert lost["cause"] == DeathCause.PREEMPTED
+    assert any("was taken back by its provider" in line for line in world.notes.lines)
     roles = result.summary["roles"]
     assert isinstance(roles, list)
     assert [(r["role"], r["machines_lost"], r["restarts"]) for r in roles] == [

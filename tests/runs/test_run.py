@@ -11,6 +11,7 @@ import pytest
 from paceline.core.errors import ExitStatus
 from paceline.rental import (
     BackendAdapter,
+    DeathCause,
     ExitCode,
     GoneUnrecordedError,
     InstanceHandle,
@@ -22,6 +23,7 @@ from paceline.rental import (
     RemoteCommandError,
     SshUnreachableError,
 )
+from paceline.rental.death import Death
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine, RentedOffer
@@ -33,7 +35,7 @@ from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
 from paceline.runs.run import Limits, RunDriver, RunParts
 from paceline.store.protocol import StoreError
-from paceline.system import system_clock
+from paceline.system import new_nonce, system_clock
 
 
 class FakeCloud:
@@ -47,6 +49,7 @@ class FakeCloud:
         """Gone, and on record still."""
         self.num_rented = 0
         self.usd = 0.0
+        self.causes: dict[str, DeathCause] = {}
         self.commands: dict[str, Callable[[str], int]] = {}
         """Role -> what its command does; given the label, returns an exit status."""
         self.refuse: dict[str, Exception] = {}
@@ -105,6 +108,12 @@ class FakeCloud:
         if self.alive.pop(label, None) is not None:
             self.ended[label].set()
 
+    def autopsy(self, machine: Machine) -> Death | None:
+        cause = self.causes.get(machine.role)
+        if cause is None:
+            return None
+        return Death(label=machine.label, cause=cause, reason="it says so", bills=False)
+
     def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
         if self.unreadable is not None:
             raise self.unreadable
@@ -152,7 +161,7 @@ class FakeCloud:
         code = int(self.is_bare and command.startswith("test -e"))
         if "stop.sh" in command:
             self.ended[h.label].set()
-        elif "start.sh" in command:
+        elif "watch.sh" in command:
             code = self.commands[machine.role](h.label)
         return ExitCode(code, 0.0)
 
@@ -237,6 +246,8 @@ class World:
                 secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
+                clock=system_clock(),
+                nonce=new_nonce,
                 **self.fleet_more,
             )
         )

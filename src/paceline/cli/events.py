@@ -11,7 +11,8 @@ import click
 from paceline.core.errors import UsageError
 from paceline.core.text import printable
 from paceline.runs import compose
-from paceline.runs.owner import owner_pid
+from paceline.runs.care import JOURNAL
+from paceline.runs.owner import owner_of
 
 POLL_S = 0.3
 LINE_MAX = 64 * 1024
@@ -25,14 +26,14 @@ def events(*, run_id: str, follow: bool, as_json: bool) -> None:
     """Show what happened to RUN: machines, roles, money, checkpoints, its end."""
     with compose.open_services() as services:
         record = services.ledger.get(run_id)
-        path = Path(record.out) / compose.JOURNAL
+        path = Path(record.out) / JOURNAL
         run_dir, clock = services.run_dir(run_id), services.clock
     if not path.is_file():
         raise UsageError(f"run {run_id} has no events in {path}; was its folder moved?")
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             # Asked before reading: what a driver writes last is read after it is gone.
-            is_driven = follow and owner_pid(run_dir) is not None
+            is_driven = follow and owner_of(run_dir, clock=clock) is not None
             for line in _whole_lines(file):
                 _show(line, as_json=as_json)
             if not is_driven:

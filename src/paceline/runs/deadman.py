@@ -11,6 +11,7 @@ It brings nothing back: what is not pulled by then is lost.
 
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,6 @@ from paceline.rental import (
 )
 from paceline.runs.bootstrap import Guest, write_secret
 from paceline.runs.fleet import Fleet
-from paceline.runs.journal import Journal
 from paceline.runs.model import Slot
 
 BEATS_PER_DEADLINE = 20
@@ -129,19 +129,12 @@ class Heart:
     """Beats for all machines of a run, each in a thread that may hang without stopping others."""
 
     def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        clock: Clock,
-        word: Callable[[], str],
-        after_s: float,
-        journal: Journal,
+        self, fleet: Fleet, *, clock: Clock, word: Callable[[], str], after_s: float
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._word = word
         self._every_s = min(BEAT_S_MAX, after_s / BEATS_PER_DEADLINE)
-        self._journal = journal
         self._due_s: dict[str, float] = {}
         self._is_out: dict[str, Callable[[], bool]] = {}
 
@@ -162,11 +155,8 @@ class Heart:
     ) -> None:
         """Beat once. A machine that does not answer is no news: losing it is told elsewhere."""
         command = beat_command(guest, self._word())
-        try:
+        with suppress(PacelineError):
             backend.run_remote(handle, command, stream=False, timeout_s=BEAT_TIMEOUT_S)
-        except PacelineError as exc:
-            told = {"role": slot.role, "index": slot.index, "reason": str(exc)}
-            self._journal.record("beat.missed", told)
 
 
 def armed_fields(slot: Slot, arming: Arming) -> Mapping[str, object]:
@@ -223,10 +213,10 @@ await_silence() {
 stop_roles() {
   for stop in ../kit/stop*.sh; do [ -f "$stop" ] && sh "$stop"; done
   rest @GRACE@
-  for file in ../state/*.pid; do
+  for file in ../state/*/*/pid; do
     [ -s "$file" ] || continue
-    read -r pid _ < "$file"
-    kill -s KILL -- "-$pid" 2>/dev/null || kill -s KILL "$pid" 2>/dev/null
+    read -r pid start boot group < "$file"
+    kill -s KILL -- "-$group" 2>/dev/null
   done
 }
 
@@ -255,8 +245,8 @@ while :; do
   [ "$tries" -gt 1 ] || stop_roles
   if [ "$tries" -le 20 ]; then rest @NAP@; else rest 60; fi
   if is_renewed; then
-    log "somebody asks after it again: standing down"
     rm -f fired; tries=0
+    log "somebody asks after it again: standing down"
     await_silence
   fi
 done

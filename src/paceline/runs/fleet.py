@@ -7,27 +7,28 @@ machine outlives both.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Protocol
 
+from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PreflightError
 from paceline.rental import (
     BackendAdapter,
     DeathCause,
     GoneUnrecordedError,
     InstanceHandle,
-    InstanceNotFoundError,
-    InstanceState,
     RemoteCommandError,
-    SshUnreachableError,
 )
+from paceline.rental.death import Death
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine
 from paceline.runs.bootstrap import Guest, Kit, bootstrap
 from paceline.runs.model import JobSpec, RoleSpec, Slot, slots_of
+from paceline.runs.passing import Passing, no_passing
+from paceline.runs.supervision import MachineLostError, Patience, Supervised
 
 
 class Rental(Protocol):
@@ -46,6 +47,10 @@ class Rental(Protocol):
 
         Raises NotProvenGoneError, or GoneUnrecordedError when it is gone and cannot be written off.
         """
+        ...
+
+    def autopsy(self, machine: Machine) -> Death | None:
+        """Return why a machine is missed; None where it lives."""
         ...
 
     def machines(self, run_id: str | None = None) -> Sequence[Machine]:
@@ -121,6 +126,10 @@ def _nothing(slot: Slot, backend: BackendAdapter, handle: InstanceHandle, guest:
     """Do nothing there."""
 
 
+def no_link(slot: Slot, machine: Machine) -> None:
+    """Leave machines as they are: nobody has to reach anybody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetParts:
     """What the machines of a run are made with."""
@@ -135,8 +144,18 @@ class FleetParts:
     ssh_pubkey_path: Path
     scratch: Path
     """A directory of this run alone, for what is about to be copied to a machine."""
-    stream: bool = False
-    """Pass the output of roles through, beside writing it to their logs."""
+    clock: Clock
+    nonce: Callable[[], str]
+    """Fresh lower-case hex: what an attempt to run a role is known by."""
+    link: Callable[[Slot, Machine], None] = no_link
+    """Sees to it that a slot's machine and the other parts of the run reach each other."""
+    rented: Callable[[Machine], None] = lambda machine: None
+    """Is told of each machine that runs."""
+    passing: Passing = no_passing
+    """Passes the output of roles through, beside their logs."""
+    patience: Patience = field(default_factory=Patience)
+    adopted: Mapping[Slot, Machine] = field(default_factory=dict)
+    """Machines of this run that somebody else has rented, and perhaps set up and started."""
     arm: OnMachine = _nothing
     """Comes after the bootstrap: installs what ends a machine that nobody asks after."""
     prepare: OnMachine = _nothing
@@ -151,7 +170,8 @@ class Fleet:
     def __init__(self, parts: FleetParts) -> None:
         self._parts = parts
         self._roles = slots_of(parts.job)
-        self._machines: dict[Slot, Machine] = {}
+        self._machines: dict[Slot, Machine] = dict(parts.adopted)
+        self._adopted = set(parts.adopted)
         self._inbox: Queue[Message] = Queue()
         self._renting: set[Slot] = set()
         self._unrecorded: dict[str, GoneUnrecordedError] = {}
@@ -183,7 +203,10 @@ class Fleet:
             return None
 
     def rent(self, slot: Slot) -> None:
-        """Begin to rent; ends in Ready or Failed."""
+        """Begin to rent, unless there is a machine; ends in Ready or Failed."""
+        if slot in self.machines:
+            self._inbox.put(Ready(slot=slot))
+            return
         self._begin(slot, lambda: self._rented(slot), rents=True)
 
     def bootstrap(self, slot: Slot) -> None:
@@ -269,6 +292,7 @@ class Fleet:
                 self._renting.discard(slot)
         with self._lock:
             self._machines[slot] = machine
+        self._parts.rented(machine)
         return Ready(slot=slot)
 
     def _request(self, slot: Slot) -> RentRequest:
@@ -288,33 +312,64 @@ class Fleet:
     def _bootstrapped(self, slot: Slot) -> Message:
         backend, handle = self._reach(slot)
         role = self._roles[slot]
-        kit = Kit(
-            role=role,
-            env=self._parts.env_of(slot, handle.backend),
-            secrets=self._parts.secrets_of(role),
-            scratch=self._parts.scratch,
-        )
-        bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
+        self._parts.link(slot, self.machines[slot])
+        if not (slot in self._adopted and self._supervised(slot).is_ready()):
+            kit = Kit(
+                role=role,
+                env=self._parts.env_of(slot, handle.backend),
+                secrets=self._parts.secrets_of(role),
+                scratch=self._parts.scratch,
+            )
+            bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
         self._parts.arm(slot, backend, handle, self._guest(slot))
         return Ready(slot=slot)
 
     def _ran(self, slot: Slot) -> Message:
-        backend, handle = self._reach(slot)
-        stream = self._parts.stream
-        env = dict(self._parts.env_of(slot, handle.backend))
-        env["PACELINE_STREAM"] = "1" if stream else "0"
         try:
-            self._parts.prepare(slot, backend, handle, self._guest(slot))
-            self._inbox.put(Started(slot=slot))
-            ended = backend.run_remote(
-                handle, self._guest(slot).start, env=env, stream=stream, timeout_s=None
-            )
-            is_there = ended.code == 0 or backend.status(handle).state == InstanceState.RUNNING
-        except (SshUnreachableError, InstanceNotFoundError) as exc:
-            return Lost(slot=slot, reason=str(exc))
-        if is_there:
-            return Exited(slot=slot, code=ended.code)
-        return Lost(slot=slot, reason=f"machine {handle.label} is gone")
+            return Exited(slot=slot, code=self._attempted(slot))
+        except MachineLostError as exc:
+            return self._lost(slot, str(exc))
+
+    def _lost(self, slot: Slot, reason: str) -> Lost:
+        """Say why, as far as the provider tells; that it does not changes nothing else."""
+        try:
+            death = self._parts.rental.autopsy(self.machines[slot])
+        except PacelineError:
+            death = None
+        if death is None:
+            return Lost(slot=slot, reason=reason)
+        told = "; ".join(dict.fromkeys(filter(None, (reason, death.reason))))
+        return Lost(slot=slot, reason=told, cause=death.cause)
+
+    def _attempted(self, slot: Slot) -> int:
+        """Begin the role, or find it begun on a machine that was adopted; return how it ended."""
+        role = self._supervised(slot)
+        machine = self.machines[slot]
+        token = ""
+        if not (self._take_adopted(slot) and role.has_begun()):
+            token = self._parts.nonce()
+            self._parts.prepare(slot, *self._reach(slot), self._guest(slot))
+            role.begin(token, self._parts.env_of(slot, machine.backend))
+        self._inbox.put(Started(slot=slot))
+        with self._parts.passing(machine, self._guest(slot)):
+            return role.wait(token)
+
+    def _take_adopted(self, slot: Slot) -> bool:
+        """Return whether the slot's machine came with a role, the first time that it is asked."""
+        with self._lock:
+            was_adopted = slot in self._adopted
+            self._adopted.discard(slot)
+        return was_adopted
+
+    def _supervised(self, slot: Slot) -> Supervised:
+        backend, handle = self._reach(slot)
+        return Supervised(
+            backend,
+            handle,
+            self._guest(slot),
+            clock=self._parts.clock,
+            patience=self._parts.patience,
+        )
 
     def _replaced(self, slot: Slot) -> Message:
         try:
@@ -328,8 +383,7 @@ class Fleet:
         return self._ran(slot)
 
     def _stopped(self, slot: Slot) -> Message:
-        backend, handle = self._reach(slot)
-        backend.run_remote(handle, self._guest(slot).stop, stream=False, timeout_s=30)
+        self._supervised(slot).stop()
         return Ready(slot=slot)
 
     def _pulled(self, slot: Slot, out: Path, paths: Sequence[str]) -> Message:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
+"""Backends that cost nothing; every other one needs a budget."""
+
 
 class RoleKind(StrEnum):
     """What the end of a role means for the run."""
@@ -23,6 +26,19 @@ class RestartMode(StrEnum):
     NEVER = "never"
     ON_FAILURE = "on-failure"
     ALWAYS = "always"
+
+
+class Reach(StrEnum):
+    """How a role's machine is to be reached by the rest of its run, as the job file says."""
+
+    AUTO = "auto"
+    """Whatever works, tried when the machine is there."""
+    DIRECT = "direct"
+    """Others dial its address; it must be one that they reach."""
+    TUNNEL = "tunnel"
+    """Through the operator's computer."""
+    OBJECTSTORE = "objectstore"
+    """Not at all: weights go through a bucket."""
 
 
 class Outcome(StrEnum):
@@ -85,6 +101,7 @@ class RoleSpec:
     max_dph: float | None = None
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
+    reach: Reach = Reach.AUTO
     boot_timeout_s: int = 1200
     setup_timeout_s: int = 1800
 

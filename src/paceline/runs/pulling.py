@@ -49,6 +49,8 @@ class PullParts:
     out: Path
     clock: Clock
     journal: Journal
+    is_adopted: bool = False
+    """Another driver began the roles."""
     store_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Credentials for the object store, for commands on machines."""
 
@@ -127,9 +129,10 @@ class Puller:
         """Give a role that starts again what it had; does nothing at its first start."""
         before = self._started_on.get(slot)
         self._started_on[slot] = handle.label
-        if before is None:
+        if before is None and not self._parts.is_adopted:
             return
-        if before == handle.label:
+        begun = backend.run_remote(handle, g.has_started, stream=False, timeout_s=LINK_TIMEOUT_S)
+        if begun.code == 0:
             self._link(backend, handle, g)
             return
         self._put_log_aside(slot)

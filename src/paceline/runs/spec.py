@@ -28,19 +28,19 @@ from paceline.core.errors import UsageError
 from paceline.rental.catalogue import parse_target
 from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
+    FREE_BACKENDS,
     ArtifactSpec,
     Budget,
     DeadManSpec,
     JobSpec,
     NotifySpec,
+    Reach,
     RefitSpec,
     RestartMode,
     RoleKind,
     RoleSpec,
 )
 
-FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
-"""Backends that cost nothing; every other one needs a budget."""
 HARD_OVER_SOFT = 1.5
 PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
@@ -85,15 +85,19 @@ def load_job(path: Path, *, backends: Collection[str]) -> JobSpec:
         UsageError: it cannot be read.
         SpecError: it is wrong.
     """
+    around = Surroundings(base=path.resolve().parent, backends=backends, is_dir=is_dir)
+    return parse_job(read_text(path), source=str(path), around=around)
+
+
+def read_text(path: Path) -> bytes:
+    """Return what is in a job file. Raises UsageError."""
     try:
         with path.open("rb") as file:
-            data = file.read(BYTES_MAX + 1)
+            return file.read(BYTES_MAX + 1)
     except OSError as exc:
         raise UsageError(
             f"cannot read job file {path}: {exc.strerror}; give the path of a YAML job file"
         ) from exc
-    around = Surroundings(base=path.resolve().parent, backends=backends, is_dir=_is_dir)
-    return parse_job(data, source=str(path), around=around)
 
 
 def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
@@ -107,15 +111,12 @@ def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     raise SpecError(source, problems)
 
 
-def job_of_command(
-    role: Mapping[str, object], *, budget_usd: float | None, backends: Collection[str]
-) -> JobSpec:
-    """Return the job of one machine and one command. Raises SpecError, as for a job file."""
+def text_of_command(role: Mapping[str, object], *, budget_usd: float | None) -> bytes:
+    """Return the job file of one machine and one command."""
     job: dict[str, object] = {"name": "run", "roles": {"task": dict(role)}}
     if budget_usd is not None:
         job["budget"] = {"soft_usd": budget_usd, "hard_usd": budget_usd}
-    around = Surroundings(base=Path(), backends=backends, is_dir=_is_dir)
-    return parse_job(json.dumps(job).encode(), source="command line", around=around)
+    return json.dumps(job).encode()
 
 
 def duration_s(value: object) -> object:
@@ -275,6 +276,7 @@ class _Role(_Section):
     max_dph: _Positive | None = None
     restart: Literal["never", "on-failure", "always"] | None = None
     max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    reach: Literal["auto", "direct", "tunnel", "objectstore"] = "auto"
     boot_timeout: _Duration = 1200.0
     setup_timeout: _Duration = 1800.0
 
@@ -457,6 +459,7 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
         max_dph=role.max_dph,
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
+        reach=Reach(role.reach),
         boot_timeout_s=math.ceil(role.boot_timeout),
         setup_timeout_s=math.ceil(role.setup_timeout),
     )
@@ -483,7 +486,8 @@ def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
     )
 
 
-def _is_dir(path: Path) -> bool:
+def is_dir(path: Path) -> bool:
+    """Return whether there is such a directory; a name that cannot be one is none."""
     try:
         return path.is_dir()
     except OSError:  # a name that no file system takes

@@ -43,7 +43,6 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "role.crash_loop": ("role", "index", "code", "times"),
     "machine.lost": ("role", "index", "cause", "reason"),
     "deadman.armed": ("role", "index", "after_s", "guarantee"),
-    "beat.missed": ("role", "index", "reason"),
     "checkpoint.pulled": ("role", "index", "path", "num_bytes"),
     "checkpoint.stored": ("role", "index"),
     "budget.soft": ("spent_usd", "soft_usd", "burn_dph"),

@@ -43,6 +43,10 @@ class RunSettings:
     max_staleness: int = 2
     host: str = "127.0.0.1"
     """Where this process listens, and how others reach it."""
+    port: int = 0
+    """Where its first process listens, the others of one machine behind it; 0 is any."""
+    local_rank: int = 0
+    """Which process of its machine it is."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -105,6 +109,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_HOST": ("host", str),
+    "PACELINE_PORT": ("port", _number),
+    "LOCAL_RANK": ("local_rank", _number),
     "PACELINE_OUT": ("out", Path),
     "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
@@ -161,7 +167,12 @@ class TrainerConnection:
         trainer = trainer_class(clock=self._clock, wire_dtypes=wire_dtypes)
         trainer.bind_tensors(tensors)
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
-        server = server_class(token=lambda: self._credentials.data_token, host=self.settings.host)
+        settings = self.settings
+        server = server_class(
+            token=lambda: self._credentials.data_token,
+            host=settings.host,
+            port=settings.port + settings.local_rank if settings.port else 0,
+        )
         self._parts.callback(server.close)
         return Publisher(
             control=self._control,

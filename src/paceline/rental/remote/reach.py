@@ -53,16 +53,19 @@ class Reach:
         now_s = self._clock.monotonic()
         if kept is not None and now_s < kept[1]:
             return kept[0]
-        target = ssh_target(
+        remote = self._connect(self.target(h), h.instance_id)
+        with self._lock:
+            self._kept[h.instance_id] = (remote, now_s + _KEEP_S)
+        return remote
+
+    def target(self, h: InstanceHandle) -> SshTarget:
+        """Return where the machine's sshd is now; asks the provider. Raises as ``remote``."""
+        return ssh_target(
             h,
             self._status(h),
             identity=self._identity if self._identity.exists() else None,
             known_hosts=self._known_hosts(h.backend, h.instance_id),
         )
-        remote = self._connect(target, h.instance_id)
-        with self._lock:
-            self._kept[h.instance_id] = (remote, now_s + _KEEP_S)
-        return remote
 
     def probe(self, h: InstanceHandle) -> None:
         """Return once the machine's shell answers; one try, at the address it has now.

@@ -66,6 +66,8 @@ class FakeMachine:
         environ: Mapping[str, str] | None = None,
         gpus: FakeGpus | None = None,
         clock: Clock | None = None,
+        netns: str | None = None,
+        path: str = _PATH,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
 
@@ -78,6 +80,8 @@ class FakeMachine:
             environ: what every login finds in its environment; values without blanks.
             gpus: what its driver says it has; None: it has no driver.
             clock: what waiting is measured by; real, as the processes are.
+            netns: the network namespace in which all of it runs; ``host`` is an address there.
+            path: where its programs are found.
         """
         self.root = root
         self.host = host
@@ -88,6 +92,8 @@ class FakeMachine:
         self._environ = dict(environ or {})
         self._gpus = gpus
         self._clock = clock or system_clock()
+        self._prefix = ["ip", "netns", "exec", netns] if netns else []
+        self._own_path = path
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
 
@@ -229,7 +235,7 @@ class FakeMachine:
     def _path(self) -> str:
         """Return where programs are found; a directory of links where some are to be missing."""
         if not self._without:
-            return _PATH
+            return self._own_path
         programs = self.root / "bin"
         shutil.rmtree(programs, ignore_errors=True)
         programs.mkdir()
@@ -264,7 +270,7 @@ class FakeMachine:
         )
         with (self.root / "sshd.log").open("wb") as log:
             process = subprocess.Popen(
-                [sshd, "-D", "-e", "-f", str(config)],
+                [*self._prefix, sshd, "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
