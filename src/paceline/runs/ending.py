@@ -142,7 +142,11 @@ class Ending:
         fleet = self._parts.fleet
         paths = artifacts.pull if artifacts.to is None else ()
         pulls = [fleet.pull(slot, out, paths) for slot in fleet.machines]
-        return pulls if puller is None or artifacts.to is None else [*pulls, *puller.pull_now()]
+        return (
+            pulls
+            if puller is None or artifacts.to is None
+            else [*pulls, *puller.pull_now(fleet.machines)]
+        )
 
     def _destroy_all(self) -> None:
         """End every machine on record and see it gone, those too that are still coming up.

@@ -363,12 +363,11 @@ class Fleet:
 
     def _supervised(self, slot: Slot) -> Supervised:
         backend, handle = self._reach(slot)
+        patience = self._parts.patience
+        if self._roles[slot].spot:
+            patience = replace(patience, ask_every_s=patience.ask_spot_every_s)
         return Supervised(
-            backend,
-            handle,
-            self._guest(slot),
-            clock=self._parts.clock,
-            patience=self._parts.patience,
+            backend, handle, self._guest(slot), clock=self._parts.clock, patience=patience
         )
 
     def _replaced(self, slot: Slot) -> Message:

@@ -7,7 +7,7 @@ the newest under ``PACELINE_RESUME_FROM``.
 
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
@@ -78,8 +78,8 @@ class Puller:
         with self._lock:
             return dict(self._told)
 
-    def poll(self, now_s: float) -> None:
-        """Begin to pull when it is due and no pull is under way."""
+    def poll(self, now_s: float, running: Collection[Slot]) -> None:
+        """Begin to pull from the slots that run when it is due and no pull is under way."""
         every_s = self._parts.artifacts.every_s
         if every_s is None:
             return
@@ -87,15 +87,15 @@ class Puller:
             self._due_s = now_s + every_s
         if now_s >= self._due_s and not any(pull.is_alive() for pull in self._pulls):
             self._due_s = now_s + every_s
-            self._pulls = self.pull_now()
+            self._pulls = self.pull_now(running)
 
-    def pull_now(self) -> list[Thread]:
-        """Begin to pull from every machine; the threads are alive while they copy."""
+    def pull_now(self, slots: Collection[Slot]) -> list[Thread]:
+        """Begin to pull from these machines; the threads are alive while they copy."""
         fleet = self._fleet
         if fleet is None:
             return []
         work = self.pull if self._parts.artifacts.to is None else self.store
-        return [fleet.errand(slot, work) for slot in fleet.machines]
+        return [fleet.errand(slot, work) for slot in fleet.machines if slot in slots]
 
     def pull(self, slot: Slot, backend: BackendAdapter, handle: InstanceHandle, g: Guest) -> None:
         """Bring what is new on one machine here."""

@@ -175,6 +175,7 @@ class RunDriver:
         while True:
             self._take(self._next_message())
             self._poll()
+            self._poll_pulls()
             self._tell(self._show_progress)
             for action in decide(self._observe()):
                 match action:
@@ -295,7 +296,7 @@ class RunDriver:
         self._poll_cost()
 
     def _poll(self) -> None:
-        """Look at what changes by itself: events, cost, pulls and heartbeats that are due."""
+        """Look at what changes by itself: events, cost, and beats that are due."""
         now_s = self._parts.clock.monotonic()
         self._happenings.poll()
         if problem := self._parts.journal.take_problem():
@@ -303,8 +304,6 @@ class RunDriver:
         if now_s >= self._cost_due_s:
             self._cost_due_s = now_s + COST_EVERY_S
             self._poll_cost()
-        if self._parts.puller is not None:
-            self._parts.puller.poll(now_s)
         self._parts.beats.poll()
         if now_s >= self._live_due_s:
             self._live_due_s = now_s + LIVE_EVERY_S
@@ -337,6 +336,11 @@ class RunDriver:
             if not self._is_cost_guessed:
                 self.note(f"what this run costs is reckoned, not read: {exc}")
             self._is_cost_guessed = True
+
+    def _poll_pulls(self) -> None:
+        if self._parts.puller is not None:
+            running = [slot for slot, view in self._views.items() if view.phase is Phase.RUNNING]
+            self._parts.puller.poll(self._parts.clock.monotonic(), running)
 
     def _write_live(self) -> None:
         """Tell whoever asks how it stands; that a state cannot be told ends nothing."""

@@ -14,6 +14,7 @@ from paceline.core.retry import RetryPolicy
 from paceline.rental import (
     BackendAdapter,
     BackendError,
+    CommandTimeoutError,
     ConnectionLostError,
     InstanceHandle,
     InstanceNotFoundError,
@@ -38,6 +39,10 @@ class Patience:
     unreachable_s: float = 900.0
     """Counted from the first failed try after the last that worked, so that the time in which
     this computer slept is not held against the machine."""
+    ask_every_s: int = 60
+    """How often the provider is asked whether a machine on which a role runs is there still."""
+    ask_spot_every_s: int = 20
+    """The same for a machine that may be taken back at any moment."""
     retry: RetryPolicy = UNTIRING
 
 
@@ -90,11 +95,22 @@ class Supervised:
 
         Raises MachineLostError.
         """
-        code = self._persist(lambda: self._run(self._guest.watch(token), None))
+        code = self._persist(lambda: self._watched(token))
         if code != 0 and self._state() in GONE_STATES:
             # Whoever ended the machine ended the role first.
             raise MachineLostError(f"machine {self._handle.label} is gone")
         return code
+
+    def _watched(self, token: str) -> int:
+        """Watch, and ask the provider now and then: a machine that was taken back says nothing.
+
+        Its connection breaks like any other, and a shell is patient with those.
+        """
+        while True:
+            try:
+                return self._run(self._guest.watch(token), self._patience.ask_every_s)
+            except CommandTimeoutError as exc:
+                self._give_up_if_gone(exc)
 
     def stop(self) -> None:
         """Ask the role to end; fine when nothing runs."""
