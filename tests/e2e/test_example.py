@@ -175,6 +175,7 @@ def test_a_trainer_that_is_killed_ends_the_run(operator: Operator) -> None:
     operator.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_machine_is_lost_continues_the_chain(operator: Operator) -> None:
     """Another machine, the newest checkpoint, the next sequence: the engine follows all along."""
     name = example_job(operator, "--warm-steps 1", "--steps 14", "--save-every 1")

@@ -211,7 +211,11 @@ def test_a_machine_is_beaten_for_until_it_is_gone(tmp_path: Path) -> None:
 
     beats = Beats()
     world.run_more = {"beats": beats}
-    world.notes.on_note = lambda text: setattr(beats, "is_ending", text.startswith("ending"))
+
+    def on_note(text: str) -> None:
+        beats.is_ending = beats.is_ending or text.startswith("ending")
+
+    world.notes.on_note = on_note
     world.cloud.commands = {"trainer": lambda label: 0}
     world.cloud.never_gone = {"trainer"}
     world.execute(Limits(gone_s=0.5))
