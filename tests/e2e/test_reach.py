@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("socket_enabled"),
 ]
 
-TRAINER = '''
+TRAINER = """
 import sys, time, urllib.request
 from paceline.refit.compose import connect_control, load_credentials
 from paceline.refit.compose.trainer import run_settings
@@ -59,9 +59,9 @@ report = publish(1)
 said = urllib.request.urlopen(report.endpoint, timeout=20).read()
 assert said == b"here", said
 print("weights at", server.endpoint, "control at", settings.control, "engine at", report.endpoint)
-'''
+"""
 
-ROLLOUT = '''
+ROLLOUT = """
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from paceline.refit.compose import connect_control, load_credentials
@@ -89,7 +89,7 @@ receiver = Receiver(
     clock=system_clock(), chance=chance)
 receiver.register(); receiver.start()
 threading.Event().wait()
-'''
+"""
 
 JOB = """
 name: far
@@ -127,12 +127,17 @@ def job(trainer: str, words: str = "") -> str:
 def test_weights_flow_between_hosts_that_can_dial_nobody(far: Operator, trainer: str) -> None:
     """Control, weights and samples go through tunnels, chosen because nothing else works."""
     far.job(job(trainer))
-    status, out, err = far.type("up", "job.yaml", "--yes", "--json", "--out", "out", "--run-id", "r")
+    status, out, err = far.type(
+        "up", "job.yaml", "--yes", "--json", "--out", "out", "--run-id", "r"
+    )
     assert status == 0, err + (far.home / "out" / "logs" / "trainer-0.log").read_text()
     log = (far.home / "out" / "logs" / "trainer-0.log").read_text()
     assert "weights at http://127.0.0.1:" in log
     assert "rollout-0 reaches control by tunnel" in err
-    assert "rollout-0 reaches trainer-0 by tunnel" in err or "trainer-0 reaches rollout-0 by tunnel" in err
+    assert (
+        "rollout-0 reaches trainer-0 by tunnel" in err
+        or "trainer-0 reaches rollout-0 by tunnel" in err
+    )
     assert json.loads(out)["outcome"] == "succeeded"
     links = far.type_json("status", "r")[1]["links"]
     modes = {(link["source"], link["target"]): link["mode"] for link in links}

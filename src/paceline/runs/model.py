@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-
 FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Backends that cost nothing; every other one needs a budget."""
 

@@ -21,7 +21,7 @@ from paceline.refit.model import Event, InstalledReport
 from paceline.rental import NotProvenGoneError
 from paceline.rental.records import Machine
 from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
-from paceline.runs.journal import Journal
+from paceline.runs.journal import RUN_ENDING, Journal
 from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
 from paceline.runs.outcome import RunResult, conclude, judged
 from paceline.runs.plan import (
@@ -94,6 +94,8 @@ class RunParts:
     redact: Callable[[str], str]
     """Takes this run's tokens out of a text."""
     limits: Limits = Limits()
+    ending: Finish | None = None
+    """How the run was ending already when its last driver went away."""
 
 
 class RunDriver:
@@ -137,7 +139,7 @@ class RunDriver:
         finish = Finish(outcome=Outcome.FAILED, status=ExitStatus.FAILED, reason="a bug, see above")
         with self._signals:
             try:
-                finish = self._until_finish()
+                finish = self._parts.ending or self._until_finish()
             except PacelineError as exc:
                 finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
             finally:
@@ -334,6 +336,8 @@ class RunDriver:
     def _wind_down(self, finish: Finish) -> Finish:
         self._is_ending = True
         self._note(f"ending: {finish.reason}")
+        told = {"outcome": finish.outcome, "status": finish.status, "reason": finish.reason}
+        self._parts.journal.record(RUN_ENDING, told)
         steps = (
             lambda: self._catch_up(finish),
             self._stop_roles,
@@ -348,12 +352,12 @@ class RunDriver:
             errors.append(self._attempt(self._destroy_all))
         if self._bugs:
             raise self._bugs[0]
-        told = [error for error in errors if error is not None]
-        if not told:
+        failed = [error for error in errors if error is not None]
+        if not failed:
             return finish
-        worst = max(told, key=lambda error: error.exit_status)
+        worst = max(failed, key=lambda error: error.exit_status)
         is_worse = finish.status is ExitStatus.OK or isinstance(worst, NotProvenGoneError)
-        reasons = "; ".join((finish.reason, *map(str, told)))
+        reasons = "; ".join((finish.reason, *map(str, failed)))
         return replace(
             finish, status=worst.exit_status if is_worse else finish.status, reason=reasons
         )
