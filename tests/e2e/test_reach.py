@@ -95,8 +95,8 @@ JOB = """
 name: far
 refit: {{model: m}}
 roles:
-  trainer: {{backend: {trainer}, gpu: cpu-1x, workdir: code, run: python trainer.py {words}, env: {env}}}
-  rollout: {{backend: ssh, gpu: cpu-1x, workdir: code, run: exec python rollout.py, env: {env}}}
+  trainer: {{backend: {trainer}, gpu: cpu-1x, workdir: code, install_paceline: false, run: python trainer.py {words}, env: {env}}}
+  rollout: {{backend: ssh, gpu: cpu-1x, workdir: code, install_paceline: false, run: exec python rollout.py, env: {env}}}
 """
 
 

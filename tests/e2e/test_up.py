@@ -348,7 +348,7 @@ def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> 
     assert {"tokens.json", "control.key"} <= {path.name for path in (run_dir / "control").iterdir()}
     assert operator.type("gc", "--yes")[0] == 0
     left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
-    assert left == {"owner.lock"}
+    assert left == {"owner.lock", "links.json"}
     operator.assert_nothing_left()
 
 

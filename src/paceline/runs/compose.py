@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 
 from paceline import system
 from paceline.core.clock import Clock
@@ -41,6 +42,7 @@ from paceline.runs.passing import LogPasser, no_passing
 from paceline.runs.plan import Finish
 from paceline.runs.run import RunDriver, RunParts, Watcher
 from paceline.runs.sshconfig import SshConfig
+from paceline.runs.wheel import build_wheel
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
@@ -370,6 +372,16 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
     passer = LogPasser(
         tail_of=partial(log_of, services, sink=partial(pass_through, 1)), note=watcher.note
     )
+    wheel_lock = Lock()
+
+    def wheel_for(slot: Slot, machine: Machine) -> Path | None:
+        # Only refit needs Paceline there, and this computer's own machines have it.
+        role = roles[slot]
+        if job.refit is None or machine.backend == "local" or not role.install_paceline:
+            return None
+        with wheel_lock:
+            return build_wheel(services.run_dir(run_id) / "wheel")
+
     fleet = Fleet(
         FleetParts(
             job=job,
@@ -382,6 +394,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
             scratch=services.run_dir(run_id),
             clock=services.clock,
             nonce=system.new_nonce,
+            wheel_for=wheel_for,
             rented=partial(_give_name, services, watcher.note),
             link=no_link if links is None else links.join,
             adopted=around.part.adopted,
