@@ -51,7 +51,11 @@ if have; then exit 0; fi
     echo 'paceline: this machine has no Python 3.11 or newer; use an image that has one'
     exit 3
   fi
-  "$python" -m venv --system-site-packages "$base/venv" &&
+  "$python" -m venv --system-site-packages "$base/venv" || {
+    echo 'paceline: this Python cannot make virtual environments (Debian: apt-get install' \
+      'python3-venv); use another image, or install Paceline in setup with install_paceline: false'
+    exit 3
+  }
   "$base/venv/bin/python" -m pip install --disable-pip-version-check --quiet "$wheel" &&
   echo "${wheel##*/}" > "$base/venv/.paceline"
 } >> "$log" 2>&1
