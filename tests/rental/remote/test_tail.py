@@ -27,7 +27,7 @@ class CutChannel(DirectoryChannel):
     def argv(self, program: Sequence[str]) -> list[str]:
         if self.bytes_each is None:
             return [self.shell]
-        return ["bash", "-c", f"exec head -c {self.bytes_each} < <({self.shell})"]
+        return ["bash", "-c", f"exec dd bs=1 count={self.bytes_each} status=none < <({self.shell})"]
 
     def error_of(self, said: str) -> BackendError:
         return SshUnreachableError("box: connection closed")
