@@ -72,7 +72,7 @@ def test_the_job_file_decides() -> None:
     bucket = place(wanted=Reach.OBJECTSTORE)
     assert role_link(bucket, place(TRAINER), has_store=True).mode is Mode.OBJECTSTORE
     assert forwards_of(bucket, control_port=9, ports=PORTS).to_here == (9,)
-    with pytest.raises(UnreachableError, match="add objectstore to refit.transports"):
+    with pytest.raises(UnreachableError, match=r"add objectstore to refit\.transports"):
         role_link(bucket, place(TRAINER), has_store=False)
 
 
@@ -101,10 +101,11 @@ def test_every_combination_has_an_answer(source: Place, target: Place, *, has_st
     """Total: a link with a reason, or a refusal of ours; a tunnel only where there can be one."""
     try:
         link = role_link(source, target, has_store=has_store)
-    except UnreachableError as exc:
+    except UnreachableError:
+        link = None
+    if link is None:
         assert not has_store
-        assert "add objectstore" in str(exc)
-    else:
-        assert link.why
-        if link.mode is Mode.TUNNEL:
-            assert all(each.is_here or each.can_tunnel for each in (source, target))
+        return
+    assert link.why
+    if link.mode is Mode.TUNNEL:
+        assert all(each.is_here or each.can_tunnel for each in (source, target))

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,10 +84,16 @@ def test_a_role_outlives_whoever_started_it(tmp_path: Path, shell: str) -> None:
 
 def test_stop_ends_the_role_and_not_its_report(tmp_path: Path, shell: str) -> None:
     """TERM reaches the role; its status is 143; stopping what has ended does nothing."""
-    machine = Machine(tmp_path / "r", "exec sleep 60", shell)
+    machine = Machine(tmp_path / "r", "echo up; exec sleep 60", shell)
     machine.sh("start.sh", "a")
     machine.supervisor("a")
-    time.sleep(0.1)
+    wait_until(
+        lambda: machine.log.exists() and machine.log.read_text() == "up\n",
+        what="the role",
+        clock=system_clock(),
+        timeout_s=10,
+        interval_s=0.01,
+    )
     assert machine.sh("stop.sh") == 0
     assert machine.sh("watch.sh", "a") == 143
     assert machine.sh("stop.sh") == 0

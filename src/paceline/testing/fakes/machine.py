@@ -54,7 +54,7 @@ class FakeMachine:
     Needs OpenSSH's server on this host, and runs as whoever runs the test.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a test may want to choose
         self,
         root: Path,
         *,
