@@ -3,20 +3,24 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 from paceline.testing.fakes.machine import FakeMachine, has_sshd, make_key_pair
-
-NUM_TRIES = 5
 
 
 def can_make() -> bool:
     """Return whether namespaces can be made here."""
-    return os.geteuid() == 0 and shutil.which("ip") is not None and has_sshd()
+    return os.geteuid() == 0 and _program() != "ip" and has_sshd()
+
+
+def _program() -> str:
+    return shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin") or "ip"
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run([_program(), *words], check=True, capture_output=True, timeout=20)
 
 
 class Hosts:
@@ -29,7 +33,7 @@ class Hosts:
         self.machines: dict[str, FakeMachine] = {}
         self._key = root / "key"
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self) -> Self:
         self.root.mkdir(parents=True)
         public = make_key_pair(self._key)
         for number, name in enumerate(self.names):
@@ -66,20 +70,7 @@ class Hosts:
 
     def write_config(self, directory: Path) -> None:
         """Write the hosts.toml that lists them."""
-        directory.mkdir(exist_ok=True)
-        blocks = [
-            f"""[[host]]
-name = "{name}"
-address = "{machine.host}"
-port = {machine.port}
-user = "{machine.user}"
-identity = "{self._key}"
-gpu = "cpu-1x"
-lock = ".lock"
-"""
-            for name, machine in self.machines.items()
-        ]
-        (directory / "hosts.toml").write_text("\n".join(blocks))
+        write_hosts(directory, self.machines, key=self._key)
 
     def _netns(self, name: str) -> str:
         return f"pl{os.getpid()}{name}"
@@ -89,5 +80,23 @@ lock = ".lock"
             machine.stop()
         for name in self.names:
             subprocess.run(
-                ["ip", "netns", "del", self._netns(name)], check=False, capture_output=True
+                [_program(), "netns", "del", self._netns(name)], check=False, capture_output=True
             )
+
+
+def write_hosts(directory: Path, machines: Mapping[str, FakeMachine], *, key: Path) -> None:
+    """Write a hosts.toml that lists machines by name."""
+    directory.mkdir(exist_ok=True)
+    blocks = [
+        f"""[[host]]
+name = "{name}"
+address = "{machine.host}"
+port = {machine.port}
+user = "{machine.user}"
+identity = "{key}"
+gpu = "cpu-1x"
+lock = ".lock"
+"""
+        for name, machine in machines.items()
+    ]
+    (directory / "hosts.toml").write_text("\n".join(blocks))

@@ -50,9 +50,9 @@ class Operator:
         self.started.append(process)
         return process
 
-    def type(self, *words: str) -> tuple[int, str, str]:
+    def type(self, *words: str, timeout_s: float = WAIT_S) -> tuple[int, str, str]:
         process = self.start(*words)
-        out, err = process.communicate(timeout=WAIT_S)
+        out, err = process.communicate(timeout=timeout_s)
         assert "Traceback" not in err, err
         return process.returncode, out, err
 

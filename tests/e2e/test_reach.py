@@ -80,7 +80,8 @@ class Answer(BaseHTTPRequestHandler):
 web = HTTPServer((settings.host, settings.port), Answer)
 threading.Thread(target=web.serve_forever, daemon=True).start()
 control = connect_control(settings.control, token=mine.control_token, timeout_s=5)
-engine = FakeGenerator([TensorBuffer(name="w", dtype="U8", shape=(1 << 20,), data=memoryview(bytes(1 << 20)))])
+empty = memoryview(bytes(1 << 20))
+engine = FakeGenerator([TensorBuffer(name="w", dtype="U8", shape=(1 << 20,), data=empty)])
 receiver = Receiver(
     ReceiverConfig(worker_id=f"{settings.run_id}-rollout", model_name="m", run_id=settings.run_id,
         endpoint=f"http://{settings.host}:{web.server_port}/"),
@@ -95,14 +96,18 @@ JOB = """
 name: far
 refit: {{model: m}}
 roles:
-  trainer: {{backend: {trainer}, gpu: cpu-1x, workdir: code, run: python trainer.py {words}, env: {env}}}
-  rollout: {{backend: ssh, gpu: cpu-1x, workdir: code, run: exec python rollout.py, env: {env}}}
+  trainer:
+    {{backend: {trainer}, gpu: cpu-1x, workdir: code, install_paceline: false, env: {env},
+      run: python trainer.py {words}}}
+  rollout:
+    {{backend: ssh, gpu: cpu-1x, workdir: code, install_paceline: false, env: {env},
+      run: exec python rollout.py}}
 """
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     with Hosts(tmp_path / "hosts", ("a", "b"), path=path) as hosts:
         yield hosts
 
@@ -123,7 +128,7 @@ def job(trainer: str, words: str = "") -> str:
     return JOB.format(trainer=trainer, words=words, env=env)
 
 
-@pytest.mark.parametrize("trainer", ["ssh", "local"])
+@pytest.mark.parametrize("trainer", ["ssh", pytest.param("local", marks=pytest.mark.slow)])
 def test_weights_flow_between_hosts_that_can_dial_nobody(far: Operator, trainer: str) -> None:
     """Control, weights and samples go through tunnels, chosen because nothing else works."""
     far.job(job(trainer))
@@ -147,6 +152,7 @@ def test_weights_flow_between_hosts_that_can_dial_nobody(far: Operator, trainer:
     far.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_wire_that_was_cut_costs_a_run_nothing(far: Operator, hosts: Hosts) -> None:
     """No role ends with its connection; when the wire is mended, tunnels and weights go on."""
     far.job(job("ssh", "wait"))

@@ -14,7 +14,7 @@ from paceline.testing.clock import FakeClock
 
 
 def lock(run_dir: Path, clock: Clock) -> OwnerLock:
-    return OwnerLock(run_dir, clock=clock, token="t")
+    return OwnerLock(run_dir, clock=clock, token="t")  # noqa: S106 - no secret
 
 
 def test_a_lock_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from paceline.core.errors import PreflightError, UsageError
-from paceline.rental import BackendAdapter, BackendError, InstanceState
+from paceline.core.errors import ExitStatus, PreflightError, UsageError
+from paceline.rental import BackendAdapter, BackendError, InstanceState, NotProvenGoneError
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.records import Finding, Machine
 from paceline.runs.files import write_private
 from paceline.runs.fleet import Rental
-from paceline.runs.model import JobSpec, Slot
+from paceline.runs.journal import RUN_ENDING
+from paceline.runs.model import JobSpec, Outcome, Slot
+from paceline.runs.plan import Finish
 from paceline.runs.spec import Surroundings, is_dir, parse_job
 
 ORDER_FILE = "order.json"
@@ -115,6 +117,31 @@ def adoption_of(
     return Adoption(kept=kept, ended=tuple(ended))
 
 
+def ending_of(journal: Path) -> Finish | None:
+    """Return how a run was ending when its driver went away; None if it was not yet.
+
+    A journal that cannot be read says nothing, and a line that was cut off is none.
+    """
+    try:
+        lines = journal.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if RUN_ENDING not in line:
+            continue
+        try:
+            fields = json.loads(line)
+            if fields["event"] == RUN_ENDING:
+                return Finish(
+                    outcome=Outcome(fields["outcome"]),
+                    status=ExitStatus(fields["status"]),
+                    reason=fields["reason"],
+                )
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
 class Reconciling(Rental, Protocol):
     """A rental half that also mends its record."""
 
@@ -136,7 +163,6 @@ def take_over(
 
     Raises:
         BackendError: a provider does not say whether a machine runs: then nothing is decided.
-        NotProvenGoneError: a machine that was to end may still be billing.
     """
     rental.reconcile(run_id=run_id)
     machines = rental.machines(run_id)
@@ -144,7 +170,10 @@ def take_over(
     adoption = adoption_of(machines, slots, running=running)
     for machine in adoption.ended:
         note(f"ending {machine.label}: it was not ready when its driver went away")
-        rental.destroy(machine)
+        try:
+            rental.destroy(machine)
+        except NotProvenGoneError as exc:
+            note(f"{exc}; the run's end looks again")
     for slot, machine in sorted(adoption.kept.items()):
         note(f"{slot} goes on, on {machine.label}")
     return adoption.kept

@@ -5,7 +5,8 @@ start, so that any backend can hold it:
 
     <run>/work     the role's working directory      <run>/kit      scripts written here
     <run>/logs     one log per slot                  <run>/secrets  credentials, 0600
-    <run>/out      what the role leaves behind       <run>/state    pid and exit status
+    <run>/out      what the role leaves behind       <run>/state    attempts to run the role
+    <run>/venv     Paceline, where it was brought    <run>/wheel    what it was installed from
 
 Tokens travel inside a file that is copied, never in a command line or an environment variable.
 """
@@ -39,6 +40,7 @@ KIT_PREFIX = "kit-"
 CONTROL_SECRETS = "control"
 """Folder of a run's directory here: what its control service starts from, gone when it ends."""
 PREPARE_TIMEOUT_S = 60
+INSTALL_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,8 @@ class Kit:
     """Name -> text of the files that only the role may read."""
     scratch: Path
     """A directory of this run alone, where secrets lie until they are copied."""
+    wheel: Path | None = None
+    """Paceline, for a machine that has to have it; None where it is there or not needed."""
 
 
 def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, kit: Kit) -> None:
@@ -143,6 +147,10 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
             ) from exc
         backend.sync_to(handle, here, guest.run_id)
     _must(backend, handle, f"sh {guest.path('kit', 'prepare.sh')}", {}, PREPARE_TIMEOUT_S)
+    if kit.wheel is not None:
+        backend.sync_to(handle, kit.wheel, guest.path("wheel/"))
+        install = f"exec sh {guest.path('kit', 'install.sh')}"
+        _must(backend, handle, install, kit.env, INSTALL_TIMEOUT_S)
     if role.setup is not None:
         setup = f"exec sh {guest.path('kit', 'setup.sh')}"
         _must(backend, handle, setup, kit.env, role.setup_timeout_s)

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
+from threading import Lock
 
 from paceline import system
 from paceline.core.clock import Clock
@@ -24,6 +24,7 @@ from paceline.rental.remote.tail import Sink, Tail
 from paceline.runs.adopt import (
     ORDER_FILE,
     JobSource,
+    ending_of,
     load_order,
     save_order,
     take_over,
@@ -43,8 +44,10 @@ from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
 from paceline.runs.parts import RunParts, Watcher
 from paceline.runs.passing import LogPasser, no_passing
+from paceline.runs.plan import Finish
 from paceline.runs.run import RunDriver
 from paceline.runs.sshconfig import SshConfig
+from paceline.runs.wheel import build_wheel
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
@@ -198,9 +201,11 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
             pid=os.getpid(),
             out=str(out),
         )
+        # Before the record: whoever finds that finds what it takes to go on.
+        services.ledger.refuse_taken(order.run_id)
+        save_order(run_dir, order.source, out=out, stream=order.stream)
         services.ledger.create(record)
         try:
-            save_order(run_dir, order.source, out=out, stream=order.stream)
             result = _hosted(services, order, run_dir, out=out, watcher=watcher)
         except PacelineError as exc:
             _abandon(services, record, exc)
@@ -239,8 +244,17 @@ def resume(services: Services, run_id: str, *, watcher: Watcher) -> RunResult:
             backend=services.backend,
             note=watcher.note,
         )
-        result = _hosted(services, order, run_dir, out=out, watcher=watcher, adopted=adopted)
+        part = _Part(adopted=adopted, ending=ending_of(out / JOURNAL))
+        result = _hosted(services, order, run_dir, out=out, watcher=watcher, part=part)
         return _finished(services, record, result, out=out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What an earlier driver has done of a run."""
+
+    adopted: Mapping[Slot, Machine] = field(default_factory=dict)
+    ending: Finish | None = None
 
 
 @contextmanager
@@ -258,7 +272,7 @@ def _hosted(
     *,
     out: Path,
     watcher: Watcher,
-    adopted: Mapping[Slot, Machine] = MappingProxyType({}),
+    part: _Part | None = None,
 ) -> RunResult:
     """Drive the run beside its control service, with what it needs to be reached."""
     if {name for role in order.job.roles for name in role.backends} - KEYLESS_BACKENDS:
@@ -268,7 +282,9 @@ def _hosted(
             control_for(order.job, run_dir, nonce=system.new_nonce, chance=system.chance)
         )
         links = parts.enter_context(_links_for(services, order, control, watcher))
-        around = _Around(out=out, control=control, links=links, watcher=watcher, adopted=adopted)
+        around = _Around(
+            out=out, control=control, links=links, watcher=watcher, part=part or _Part()
+        )
         return _drive(services, order, around)
 
 
@@ -280,7 +296,7 @@ class _Around:
     control: Control
     links: Links | None
     watcher: Watcher
-    adopted: Mapping[Slot, Machine]
+    part: _Part
 
 
 @contextmanager
@@ -323,8 +339,9 @@ def _finished(services: Services, record: RunRecord, result: RunResult, *, out: 
         cost_usd=_float(result.summary["cost_usd"]),
         report=str(out / "report.json"),
     )
+    result = _recorded(services, ended, result)
     (services.run_dir(record.run_id) / ORDER_FILE).unlink(missing_ok=True)
-    return _recorded(services, ended, result)
+    return result
 
 
 def _abandon(services: Services, record: RunRecord, cause: PacelineError) -> None:
@@ -355,6 +372,16 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
         ours = role_env(job, roles[slot], slot, run_id=run_id, control=address)
         return ours if links is None else ours | links.env(slot)
 
+    wheel_lock = Lock()
+
+    def wheel_for(slot: Slot, machine: Machine) -> Path | None:
+        # Only refit needs Paceline there, and this computer's own machines have it.
+        role = roles[slot]
+        if job.refit is None or machine.backend == "local" or not role.install_paceline:
+            return None
+        with wheel_lock:
+            return build_wheel(services.run_dir(run_id) / "wheel")
+
     with care_for(
         job,
         run_id,
@@ -362,7 +389,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
         clock=services.clock,
         redact=control.redact,
         environ=system.environ(),
-        is_adopted=bool(around.adopted),
+        is_adopted=bool(around.part.adopted),
     ) as care:
         journal, puller = care.journal, care.puller
         rental = _with_notices(services, journal)
@@ -381,9 +408,10 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 scratch=services.run_dir(run_id),
                 clock=services.clock,
                 nonce=system.new_nonce,
+                wheel_for=wheel_for,
                 rented=partial(_give_name, services, watcher.note),
                 link=no_link if links is None else links.join,
-                adopted=around.adopted,
+                adopted=around.part.adopted,
                 passing=passer.passing if order.stream else no_passing,
                 arm=care.arm,
                 prepare=puller.prepare,
@@ -406,6 +434,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 journal=journal,
                 started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
                 redact=control.redact,
+                ending=around.part.ending,
                 chance=system.chance,
                 puller=puller,
                 beats=heart,

@@ -130,6 +130,10 @@ def no_link(slot: Slot, machine: Machine) -> None:
     """Leave machines as they are: nobody has to reach anybody."""
 
 
+def no_wheel(slot: Slot, machine: Machine) -> None:
+    """Bring no Paceline: it is there, or not needed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetParts:
     """What the machines of a run are made with."""
@@ -149,6 +153,8 @@ class FleetParts:
     """Fresh lower-case hex: what an attempt to run a role is known by."""
     link: Callable[[Slot, Machine], None] = no_link
     """Sees to it that a slot's machine and the other parts of the run reach each other."""
+    wheel_for: Callable[[Slot, Machine], Path | None] = no_wheel
+    """Returns Paceline for a machine that has to have it."""
     rented: Callable[[Machine], None] = lambda machine: None
     """Is told of each machine that runs."""
     passing: Passing = no_passing
@@ -319,6 +325,7 @@ class Fleet:
                 env=self._parts.env_of(slot, handle.backend),
                 secrets=self._parts.secrets_of(role),
                 scratch=self._parts.scratch,
+                wheel=self._parts.wheel_for(slot, self.machines[slot]),
             )
             bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
         self._parts.arm(slot, backend, handle, self._guest(slot))

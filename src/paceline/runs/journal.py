@@ -7,6 +7,9 @@ from threading import Lock
 
 from paceline.core.clock import Clock
 
+RUN_ENDING = "run.ending"
+"""Event of a run that was decided to end: whoever takes it up starts nothing again."""
+
 
 class Journal:
     """Appends to ``events.jsonl``; safe from several threads, also from inside teardown.

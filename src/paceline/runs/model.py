@@ -102,6 +102,8 @@ class RoleSpec:
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
     reach: Reach = Reach.AUTO
+    install_paceline: bool = True
+    """With refit: bring this Paceline to the machine. False where the image has one."""
     boot_timeout_s: int = 1200
     setup_timeout_s: int = 1800
 

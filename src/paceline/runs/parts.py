@@ -10,7 +10,7 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.runs.fleet import Fleet, Rental
 from paceline.runs.journal import Journal
 from paceline.runs.model import JobSpec
-from paceline.runs.plan import SlotView
+from paceline.runs.plan import Finish, SlotView
 from paceline.runs.pulling import Puller
 from paceline.runs.queries import RunView
 
@@ -76,6 +76,8 @@ class RunParts:
     redact: Callable[[str], str]
     """Takes this run's tokens out of a text."""
     limits: Limits = Limits()
+    ending: Finish | None = None
+    """How the run was ending already when its last driver went away."""
     chance: Callable[[], float] = float
     """Random numbers in [0, 1), for jitter; without any, none."""
     puller: Puller | None = None

@@ -13,6 +13,7 @@ from paceline.runs.ending import Ending
 from paceline.runs.files import write_atomic
 from paceline.runs.fleet import Broke, Exited, Failed, Hitch, Lost, Message, Ready, Started
 from paceline.runs.happenings import Happenings
+from paceline.runs.journal import RUN_ENDING
 from paceline.runs.live import live_state
 from paceline.runs.model import Outcome, Slot, slots_of
 from paceline.runs.outcome import RunResult, conclude, judged
@@ -102,7 +103,7 @@ class RunDriver:
         finish = Finish(outcome=Outcome.FAILED, status=ExitStatus.FAILED, reason="a bug, see above")
         with self._signals:
             try:
-                finish = self._until_finish()
+                finish = self._parts.ending or self._until_finish()
             except PacelineError as exc:
                 finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
             finally:
@@ -126,6 +127,8 @@ class RunDriver:
     def _wind_down(self, finish: Finish) -> Finish:
         self._is_ending = True
         self._record_cause(finish)
+        told = {"outcome": finish.outcome, "status": finish.status, "reason": finish.reason}
+        self._parts.journal.record(RUN_ENDING, told)
         finish = Ending(self._parts, self).run(finish)
         if self._bugs:
             raise self._bugs[0]

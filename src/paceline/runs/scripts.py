@@ -34,7 +34,35 @@ PREPARE = """chmod -R u=rwX,go= "$base/secrets" &&
 mkdir -p "$base/work" "$base/logs" "$base/out" "$state"
 """
 
-SETUP = """cd "$base/work" || exit 126
+# A virtual environment that sees what the image has (its torch, say); setup and role find its
+# programs first, so that whatever setup installs there wins.
+INSTALL = """cd "$base" || exit 126
+wheel=$(ls "$base"/wheel/*.whl) || exit 126
+have() { [ "$(cat "$base/venv/.paceline" 2>/dev/null)" = "${wheel##*/}" ]; }
+if have; then exit 0; fi
+{
+  python=
+  for name in python3 python3.13 python3.12 python3.11 python; do
+    "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    python=$name
+    break
+  done
+  if [ -z "$python" ]; then
+    echo 'paceline: this machine has no Python 3.11 or newer; use an image that has one'
+    exit 3
+  fi
+  "$python" -m venv --system-site-packages "$base/venv" || {
+    echo 'paceline: this Python cannot make virtual environments (Debian: apt-get install' \
+      'python3-venv); use another image, or install Paceline in setup with install_paceline: false'
+    exit 3
+  }
+  "$base/venv/bin/python" -m pip install --disable-pip-version-check --quiet "$wheel" &&
+  echo "${wheel##*/}" > "$base/venv/.paceline"
+} >> "$log" 2>&1
+"""
+
+SETUP = """if [ -d "$base/venv/bin" ]; then PATH="$base/venv/bin:$PATH"; export PATH; fi
+cd "$base/work" || exit 126
 sh "$base/kit/setup_command.sh" >> "$log" 2>&1
 """
 
@@ -149,6 +177,7 @@ def render_scripts(slot: str, *, run: str, setup: str | None) -> dict[str, str]:
     """Return the scripts of one slot's machine by file name."""
     ours = {
         "prepare.sh": PREPARE,
+        "install.sh": INSTALL,
         "setup.sh": SETUP,
         "start.sh": START,
         "supervise.sh": SUPERVISE,

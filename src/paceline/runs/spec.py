@@ -277,6 +277,7 @@ class _Role(_Section):
     restart: Literal["never", "on-failure", "always"] | None = None
     max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
     reach: Literal["auto", "direct", "tunnel", "objectstore"] = "auto"
+    install_paceline: bool = True
     boot_timeout: _Duration = 1200.0
     setup_timeout: _Duration = 1800.0
 
@@ -460,6 +461,7 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
         reach=Reach(role.reach),
+        install_paceline=role.install_paceline,
         boot_timeout_s=math.ceil(role.boot_timeout),
         setup_timeout_s=math.ceil(role.setup_timeout),
     )

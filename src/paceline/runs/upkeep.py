@@ -118,8 +118,11 @@ def close_ended(keeping: Keeping) -> None:
     """Put an end on record for every run that has no driver and no machine any more."""
     for run in keeping.ledger.list():
         run_dir = keeping.run_dir(run.run_id)
-        is_over = run.outcome is not None or owner_of(run_dir, clock=keeping.clock) is not None
-        if not is_over and not keeping.rental.machines(run.run_id):
+        if run.outcome is not None:
+            (run_dir / ORDER_FILE).unlink(missing_ok=True)  # of a driver killed in its last moment
+            continue
+        is_driven = owner_of(run_dir, clock=keeping.clock) is not None
+        if not is_driven and not keeping.rental.machines(run.run_id):
             keeping.ledger.abandon(run, reason="its driver went away; cleaned up afterwards")
             _remove_secrets(run_dir)
 
