@@ -376,7 +376,7 @@ def test_what_happened_is_in_the_journal(tmp_path: Path) -> None:
     world.execute()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     names = [line.partition('"event": "')[2].partition('"')[0] for line in lines]
-    assert names == ["role.started", "role.exited", "run.finished"]
+    assert names == ["role.started", "role.exited", "run.ending", "run.finished"]
 
 
 def test_whoever_watches_may_go_away(tmp_path: Path) -> None:

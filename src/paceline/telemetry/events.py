@@ -49,6 +49,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "budget.hard": ("spent_usd", "hard_usd"),
     "notify.failed": ("reason",),
     "watcher.lost": ("reason",),
+    "run.ending": ("outcome", "status", "reason"),
     "run.finished": ("outcome", "reason", "wall_s", "cost_usd"),
 }
 """Event name -> its fields, in order; further fields are allowed, missing ones are not."""
