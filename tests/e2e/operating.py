@@ -76,11 +76,13 @@ class Operator:
         """Take the local machine that a process runs on away, as a fire does: files and all."""
         local = self.state / "local"
         machine = local / psutil.Process(pid).cwd().removeprefix(f"{local}/").split("/")[0]
-        shutil.rmtree(machine)
-        while lost := [one for one in self.processes() if self._is_on(one, machine)]:
+        burnt = self.state / f"burnt-{machine.name}"
+        machine.rename(burnt)  # at once: what runs there goes on writing until it is killed
+        while lost := [one for one in self.processes() if self._is_on(one, burnt)]:
             for each in lost:  # again and again: a shell may start something while we look
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(each).kill()
+        shutil.rmtree(burnt)
 
     def _is_on(self, pid: int, machine: Path) -> bool:
         try:
