@@ -308,7 +308,7 @@ def test_what_a_night_alone_needs() -> None:
 def test_what_is_wrong_with_a_night_is_told_at_once() -> None:
     """All new keys in one go, each with its line and what would be right."""
     text = NIGHT.replace("3m", "soon").replace("s3:", "ftp:").replace("https:", "file:")
-    text = text.replace("45m", "1s").replace("command: ./wake-me.sh", "comand: x")
+    text = text.replace("45m", "1s").replace("command: ./wake-me.sh", "commando: x")
     said = problems(text)
     assert [line.split(" ")[0] for line in said] == [
         "job.yaml:2:",

@@ -372,16 +372,6 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
         ours = role_env(job, roles[slot], slot, run_id=run_id, control=address)
         return ours if links is None else ours | links.env(slot)
 
-    wheel_lock = Lock()
-
-    def wheel_for(slot: Slot, machine: Machine) -> Path | None:
-        # Only refit needs Paceline there, and this computer's own machines have it.
-        role = roles[slot]
-        if job.refit is None or machine.backend == "local" or not role.install_paceline:
-            return None
-        with wheel_lock:
-            return build_wheel(services.run_dir(run_id) / "wheel")
-
     with care_for(
         job,
         run_id,
@@ -408,7 +398,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 scratch=services.run_dir(run_id),
                 clock=services.clock,
                 nonce=system.new_nonce,
-                wheel_for=wheel_for,
+                wheel_for=_wheel_maker(services, order),
                 rented=partial(_give_name, services, watcher.note),
                 link=no_link if links is None else links.join,
                 adopted=around.part.adopted,
@@ -441,6 +431,20 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 live=services.run_dir(run_id) / LIVE_NAME,
             )
         ).execute()
+
+
+def _wheel_maker(services: Services, order: Order) -> Callable[[Slot, Machine], Path | None]:
+    roles, lock = slots_of(order.job), Lock()
+
+    def wheel_for(slot: Slot, machine: Machine) -> Path | None:
+        # Only refit needs Paceline there, and this computer's own machines have it.
+        wants = order.job.refit is not None and roles[slot].install_paceline
+        if not wants or machine.backend == "local":
+            return None
+        with lock:
+            return build_wheel(services.run_dir(order.run_id) / "wheel")
+
+    return wheel_for
 
 
 def log_of(
