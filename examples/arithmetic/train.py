@@ -17,6 +17,7 @@ from task import MAX_NEW_TOKENS, build_tokenizer, problems, rewards
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3ForCausalLM
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 from warm_start import WarmStart, build_model, warm_start
 
@@ -25,6 +26,8 @@ from paceline.refit.integrations.transformers import PublishCallback, ReportCall
 from paceline.refit.integrations.trl import Rollouts
 
 TELL_EVERY = 20
+CHECKPOINTS = "checkpoints"
+"""In the working directory; a job that names it under `artifacts.pull` survives its machine."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Options:
     adam_epsilon: float = 1e-3
     temperature: float = 1.0
     publish_every: int = 1
+    save_every: int = 0
     # Two threads on two shared cores wait for each other and can be slower than one.
     threads: int = 1
 
@@ -59,11 +63,19 @@ def score(prompts: list[str], completions: list[str], **_: object) -> list[float
     return rewards(prompts, completions)
 
 
+def last_checkpoint(run: TrainerConnection) -> str | None:
+    """Return where to go on from: what an earlier start of this role left, on whatever machine."""
+    saved = None if run.resume_from is None else run.resume_from / CHECKPOINTS
+    return get_last_checkpoint(str(saved)) if saved is not None and saved.is_dir() else None
+
+
 def warm_model(
     run: TrainerConnection, tokenizer: PreTrainedTokenizerFast, options: Options
 ) -> Qwen3ForCausalLM:
-    """Build the model and run the supervised phase."""
+    """Build the model and run the supervised phase, unless a checkpoint has it behind it."""
     model = build_model(tokenizer, options.seed)
+    if last_checkpoint(run) is not None:
+        return model
     how = WarmStart(max_steps=options.warm_steps)
 
     def tell(step: int, share: float) -> None:
@@ -91,7 +103,9 @@ def grpo_config(options: Options, directory: Path) -> GRPOConfig:
         bf16=False,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
-        save_strategy="no",
+        save_strategy="steps" if options.save_every else "no",
+        save_steps=max(1, options.save_every),
+        save_total_limit=6,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
@@ -132,7 +146,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=score,
-            args=grpo_config(options, Path(directory)),
+            args=grpo_config(options, Path(CHECKPOINTS if options.save_every else directory)),
             train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in asked]}),
             processing_class=tokenizer,
             rollout_func=rollouts,
@@ -143,7 +157,7 @@ def main() -> None:
             optimizers=adam(model, options),
         )
         trainer.remove_callback(PrinterCallback)  # the run shows the steps
-        trainer.train()
+        trainer.train(resume_from_checkpoint=last_checkpoint(run))
         publisher.wait_installed(timeout_s=60)
         model.save_pretrained(run.out / "checkpoint-final")
         tokenizer.save_pretrained(run.out / "checkpoint-final")

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ class Operator:
         self.started.append(process)
         return process
 
-    def type(self, *words: str) -> tuple[int, str, str]:
+    def type(self, *words: str, timeout_s: float = WAIT_S) -> tuple[int, str, str]:
         process = self.start(*words)
-        out, err = process.communicate(timeout=WAIT_S)
+        out, err = process.communicate(timeout=timeout_s)
         assert "Traceback" not in err, err
         return process.returncode, out, err
 
@@ -70,6 +71,26 @@ class Operator:
             except psutil.Error:  # ended while we looked
                 continue
         return found
+
+    def lose_machine(self, pid: int) -> None:
+        """Take the local machine that a process runs on away, as a fire does: files and all."""
+        local = self.state / "local"
+        machine = local / psutil.Process(pid).cwd().removeprefix(f"{local}/").split("/")[0]
+        burnt = self.state / f"burnt-{machine.name}"
+        machine.rename(burnt)  # at once: what runs there goes on writing until it is killed
+        while lost := [one for one in self.processes() if self._is_on(one, burnt)]:
+            for each in lost:  # again and again: a shell may start something while we look
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(each).kill()
+        shutil.rmtree(burnt)
+
+    def _is_on(self, pid: int, machine: Path) -> bool:
+        try:
+            process = psutil.Process(pid)
+            dead = process.status() == psutil.STATUS_ZOMBIE
+            return not dead and process.cwd().startswith(str(machine))
+        except psutil.Error:
+            return False
 
     def sleeping(self) -> set[int]:
         """Return the processes that are a role's ``sleep 300``."""

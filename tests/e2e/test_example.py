@@ -175,3 +175,31 @@ def test_a_trainer_that_is_killed_ends_the_run(operator: Operator) -> None:
     assert found["error"] in running.told()
     assert Path(found["html"]).exists()
     operator.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_machine_is_lost_continues_the_chain(operator: Operator) -> None:
+    """Another machine, the newest checkpoint, the next sequence: the engine follows all along."""
+    name = example_job(operator, "--warm-steps 1", "--steps 14", "--save-every 1")
+    job = json.loads((operator.home / name).read_text())
+    job["roles"]["trainer"]["restart"] = "on-failure"
+    job["roles"]["rollout"]["count"] = 1
+    job["artifacts"] = {"pull": ["checkpoints/"], "every": "500ms", "keep": 2}
+    running = Running(operator, operator.job(json.dumps(job)))
+    kept = operator.home / "out" / "checkpoints" / "trainer-0" / "work" / "checkpoints"
+    operator.wait_for(lambda: any(kept.glob("*-checkpoint-*")), timeout_s=RUN_S)
+    operator.lose_machine(max(operator.processes("train.py")))
+    status, found = running.end()
+    assert status == 0, running.told()
+    report = json.loads(Path(found["report"]).read_text())
+    assert_digests_agree(report)
+    assert [role["machines_lost"] for role in report["roles"]] == [1, 0]
+    steps = [step["step"] for step in report["steps"]]
+    assert steps == list(range(1, 15))
+    sequences = [version["sequence"] for version in report["versions"]]
+    assert sequences == sorted(set(sequences))
+    assert sequences[-1] <= len(sequences), "the one that was in the making is all that is missing"
+    assert len(sequences) > 15, "some steps were made twice, and each is a version of its own"
+    (engine,) = found["engines"]
+    assert engine["root_digest"] == found["trainer"]["root_digest"]
+    operator.assert_nothing_left()

@@ -7,7 +7,8 @@ import pytest
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit import compose
 from paceline.refit.control.auth import read_private_json, write_private_json
-from paceline.refit.errors import AccessRefusedError
+from paceline.refit.errors import AccessRefusedError, ControlUnavailableError
+from paceline.refit.model import WorkerRegistration, WorkerRole
 from paceline.store.protocol import StoreError
 from paceline.testing.clock import FakeClock
 from paceline.testing.contracts.control import FULL, MODEL
@@ -113,3 +114,32 @@ def test_credentials_come_from_the_environment_or_a_path(
     assert compose.load_credentials(path).role == "trainer"
     monkeypatch.setenv("PACELINE_CREDENTIALS", str(path))
     assert compose.load_credentials() == compose.load_credentials(path)
+
+
+def test_a_registration_that_was_taken_keeps_the_machine(
+    tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one puts another word into the lease of the dead-man switch; a refused one does not.
+
+    A lease that cannot be written costs a line in the log, not the registration.
+    """
+    lease = tmp_path / "deadman" / "lease"
+    monkeypatch.setenv("PACELINE_LEASE", str(lease))
+    service = compose.start_control_server(token_file=token_file)
+    plane = compose.connect_control(service.address, token_file=token_file)
+    worker = WorkerRegistration(worker_id="w", role=WorkerRole.TRAINER, model_name=MODEL)
+    plane.register_worker(worker, ttl_seconds=30)
+    lease.parent.mkdir()
+    words = set()
+    for _ in range(3):
+        plane.register_worker(worker, ttl_seconds=30)
+        words.add(lease.read_text())
+    assert len(words) == 3
+    service.stop()
+    before = lease.read_text()
+    slow = compose.connect_control(service.address, token_file=token_file, timeout_s=0.3)
+    with pytest.raises(ControlUnavailableError):
+        slow.register_worker(worker, ttl_seconds=30)
+    assert lease.read_text() == before
+    for each in (plane, slow):
+        each.close()

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ExitStatus
-from paceline.runs.model import Outcome, RestartMode, RoleKind, Slot
+from paceline.rental import DeathCause
+from paceline.runs.model import Budget, Outcome, RestartMode, RoleKind, Slot
 from paceline.runs.plan import (
     DELAY_S_MAX,
+    FAST_EXITS_MAX,
+    FAST_S,
+    REPLACEMENTS_MAX,
+    STEADY_S,
     Finish,
     Observation,
     Phase,
@@ -17,8 +22,12 @@ from paceline.runs.plan import (
     Retire,
     SlotView,
     Start,
+    after_exit,
+    after_loss,
+    after_postpone,
     decide,
     delay_s,
+    died_of,
 )
 
 TRAINER = SlotView(
@@ -85,7 +94,7 @@ def test_a_rollout_that_died_is_started_again_on_its_machine() -> None:
 
 def test_a_rollout_whose_machine_is_lost_gets_another() -> None:
     """A machine that does not answer is replaced."""
-    (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, restarts=1)))
+    (action,) = decide(seen(TRAINER, replace(ROLLOUT, phase=Phase.LOST, replacements=1)))
     assert isinstance(action, Postpone)
     assert (action.replace, action.delay_s) == (True, 2.0)
 
@@ -111,7 +120,8 @@ def test_a_signal_comes_before_everything() -> None:
 
 def test_the_hard_cap_ends_the_run() -> None:
     """Spending what was allowed is an end, with what to do about it."""
-    (finish,) = decide(seen(TRAINER, spent_usd=2.0, hard_usd=2.0))
+    budget = Budget(soft_usd=1.0, hard_usd=2.0)
+    (finish,) = decide(seen(TRAINER, spent_usd=2.0, budget=budget))
     assert isinstance(finish, Finish)
     assert "raise budget.hard_usd" in finish.reason
 
@@ -125,6 +135,9 @@ VIEWS = st.builds(
     phase=st.sampled_from(Phase),
     code=st.none() | st.integers(0, 255),
     restarts=st.integers(0, 4),
+    replacements=st.integers(0, 25),
+    fast_exits=st.integers(0, 6),
+    cause=st.none() | st.sampled_from(DeathCause),
     due_s=st.floats(0, 200),
     machine_lost=st.booleans(),
 )
@@ -134,7 +147,9 @@ OBSERVATIONS = st.builds(
     slots=st.lists(VIEWS, min_size=1, max_size=5, unique_by=lambda view: view.slot),
     signal=st.none() | st.sampled_from(["SIGINT", "SIGTERM"]),
     spent_usd=st.floats(0, 10),
-    hard_usd=st.none() | st.floats(1, 9),
+    burn_dph=st.floats(0, 100),
+    budget=st.none() | st.builds(Budget, soft_usd=st.just(1.0), hard_usd=st.floats(1, 9)),
+    chance=st.floats(0, 0.999),
 )
 
 
@@ -157,8 +172,9 @@ def test_rules_that_always_hold(observed: Observation) -> None:
         view = views[action.slot]
         assert view.phase not in {Phase.RUNNING, Phase.DONE}
         if isinstance(action, Postpone):
-            assert view.kind is not RoleKind.TRAINER
-            assert view.restarts < view.max_restarts
+            assert view.restart is not RestartMode.NEVER
+            assert action.replace or view.restarts < view.max_restarts
+            assert not action.replace or view.replacements < REPLACEMENTS_MAX
             assert action.replace == (view.phase is Phase.LOST)
         if isinstance(action, Start):
             assert view.due_s <= observed.now_s
@@ -178,3 +194,106 @@ def test_no_slot_is_forgotten(observed: Observation) -> None:
 def test_delays_grow_up_to_a_limit(restarts: int) -> None:
     """Each wait is at least as long as the one before and never longer than the limit."""
     assert 0 < delay_s(restarts) <= delay_s(restarts + 1) <= DELAY_S_MAX
+
+
+@given(st.integers(0, 10_000), st.floats(0, 0.999))
+def test_chance_only_lengthens_a_delay_and_never_past_the_limit(times: int, chance: float) -> None:
+    """Jitter spreads restarts and keeps both limits."""
+    assert delay_s(times) <= delay_s(times, chance=chance) <= DELAY_S_MAX
+    assert delay_s(times, chance=chance, max_s=300.0) <= 300.0
+
+
+@pytest.mark.parametrize("cause", [None, *DeathCause])
+def test_a_machine_that_died_is_replaced_whatever_it_died_of(cause: DeathCause | None) -> None:
+    """A lost machine uses up no max_restarts, and the reason says what became of it."""
+    worn_out = replace(ROLLOUT, restarts=2, phase=Phase.LOST, cause=cause)
+    (action,) = decide(seen(TRAINER, worn_out))
+    assert isinstance(action, Postpone)
+    assert (action.replace, action.reason) == (True, f"its machine {died_of(cause)}")
+
+
+def test_causes_are_told_apart_in_words() -> None:
+    """Each cause that says something has words of its own."""
+    words = {died_of(cause) for cause in DeathCause}
+    assert len(words) == len(DeathCause)
+    assert died_of(DeathCause.UNKNOWN) == died_of(None)
+
+
+def test_a_market_in_which_no_machine_lasts_ends_the_run() -> None:
+    """Replacing has a limit, counted in a row: one machine that lasted starts the count again."""
+    lost = replace(ROLLOUT, replacements=REPLACEMENTS_MAX, phase=Phase.RUNNING, started_s=1000.0)
+    (finish,) = decide(seen(TRAINER, after_loss(lost, DeathCause.OUTBID, now_s=1010.0)))
+    assert isinstance(finish, Finish)
+    assert f"as did {REPLACEMENTS_MAX} before it in a row" in finish.reason
+    steady = after_loss(lost, DeathCause.OUTBID, now_s=1000.0 + STEADY_S)
+    (action,) = decide(seen(TRAINER, steady))
+    assert isinstance(action, Postpone)
+
+
+def test_a_trainer_that_may_be_restarted_is() -> None:
+    """A policy is a policy, also for the trainer: its process again, or another machine."""
+    trainer = replace(TRAINER, restart=RestartMode.ON_FAILURE, max_restarts=1)
+    (again,) = decide(seen(ended(trainer, 9), ROLLOUT))
+    (other,) = decide(seen(replace(trainer, phase=Phase.LOST), ROLLOUT))
+    assert isinstance(again, Postpone)
+    assert isinstance(other, Postpone)
+    assert (again.slot, again.replace, other.replace) == (TRAINER.slot, False, True)
+    (finish,) = decide(seen(ended(trainer, 9, restarts=1), ROLLOUT))
+    assert isinstance(finish, Finish)
+
+
+def test_always_restarts_what_ended_well() -> None:
+    """`always` means also after status 0, within max_restarts."""
+    forever = replace(ROLLOUT, restart=RestartMode.ALWAYS)
+    (action,) = decide(seen(TRAINER, ended(forever, 0)))
+    assert isinstance(action, Postpone)
+
+
+def test_a_crash_loop_is_told_from_a_failure() -> None:
+    """Ends right after the start, again and again, stop the run whatever max_restarts says."""
+    view = replace(ROLLOUT, max_restarts=1000, started_s=0.0)
+    for _ in range(FAST_EXITS_MAX):
+        (action,) = decide(seen(TRAINER, view)) or (None,)
+        assert action is None
+        view = after_exit(view, 1, now_s=view.started_s + FAST_S - 1)
+        (action,) = decide(seen(TRAINER, view))
+        if isinstance(action, Postpone):
+            view = replace(after_postpone(view, action, now_s=0.0), phase=Phase.RUNNING)
+    assert isinstance(action, Finish)
+    assert f"{FAST_EXITS_MAX} times in a row right after its start" in action.reason
+    assert action.slot == ROLLOUT.slot
+
+
+def test_one_long_life_breaks_a_crash_loop() -> None:
+    """Only ends in a row count."""
+    view = replace(ROLLOUT, max_restarts=1000, fast_exits=FAST_EXITS_MAX - 1, started_s=0.0)
+    (action,) = decide(seen(TRAINER, after_exit(view, 1, now_s=FAST_S)))
+    assert isinstance(action, Postpone)
+
+
+BUDGETS = st.builds(
+    Budget, soft_usd=st.just(1.0), hard_usd=st.floats(1, 1000), grace_s=st.floats(0, 3600)
+)
+
+
+@given(BUDGETS, st.floats(0, 2000), st.floats(0, 500))
+def test_what_is_spent_until_the_end_of_the_pulls_stays_below_the_cap(
+    budget: Budget, spent_usd: float, burn_dph: float
+) -> None:
+    """The end begins so early that its own burn fits; past the cap nothing is pulled."""
+    actions = decide(seen(TRAINER, spent_usd=spent_usd, burn_dph=burn_dph, budget=budget))
+    if not actions:
+        assert spent_usd < budget.hard_usd
+        return
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    assert finish.pull_s is not None
+    burnt_usd = burn_dph * finish.pull_s / 3600
+    assert finish.pull_s == 0 or spent_usd + burnt_usd <= budget.hard_usd * (1 + 1e-9)
+
+
+@given(BUDGETS, st.floats(0.01, 500))
+def test_the_grace_never_eats_a_small_budget(budget: Budget, burn_dph: float) -> None:
+    """At least four fifths of a hard cap are there to be used."""
+    spent_usd = 0.79 * budget.hard_usd
+    assert decide(seen(TRAINER, spent_usd=spent_usd, burn_dph=burn_dph, budget=budget)) == ()

@@ -4,12 +4,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.core.errors import ExitStatus
 from paceline.rental import (
     BackendAdapter,
+    DeathCause,
     ExitCode,
     GoneUnrecordedError,
     InstanceHandle,
@@ -21,6 +23,7 @@ from paceline.rental import (
     RemoteCommandError,
     SshUnreachableError,
 )
+from paceline.rental.death import Death
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine, RentedOffer
@@ -32,7 +35,7 @@ from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
 from paceline.runs.run import Limits, RunDriver, RunParts
 from paceline.store.protocol import StoreError
-from paceline.system import system_clock
+from paceline.system import new_nonce, system_clock
 
 
 class FakeCloud:
@@ -46,6 +49,7 @@ class FakeCloud:
         """Gone, and on record still."""
         self.num_rented = 0
         self.usd = 0.0
+        self.causes: dict[str, DeathCause] = {}
         self.commands: dict[str, Callable[[str], int]] = {}
         """Role -> what its command does; given the label, returns an exit status."""
         self.refuse: dict[str, Exception] = {}
@@ -104,6 +108,12 @@ class FakeCloud:
         if self.alive.pop(label, None) is not None:
             self.ended[label].set()
 
+    def autopsy(self, machine: Machine) -> Death | None:
+        cause = self.causes.get(machine.role)
+        if cause is None:
+            return None
+        return Death(label=machine.label, cause=cause, reason="it says so", bills=False)
+
     def machines(self, run_id: str | None = None) -> tuple[Machine, ...]:
         if self.unreadable is not None:
             raise self.unreadable
@@ -151,7 +161,7 @@ class FakeCloud:
         code = int(self.is_bare and command.startswith("test -e"))
         if "stop.sh" in command:
             self.ended[h.label].set()
-        elif "start.sh" in command:
+        elif "watch.sh" in command:
             code = self.commands[machine.role](h.label)
         return ExitCode(code, 0.0)
 
@@ -221,6 +231,8 @@ class World:
         self.notes = Notes()
         self.out = out
         self.job = JobSpec(name="job", roles=roles, budget=budget)
+        self.fleet_more: dict[str, Any] = {}
+        self.run_more: dict[str, Any] = {}
 
     def execute(self, limits: Limits | None = None) -> RunResult:
         backend: BackendAdapter = self.cloud
@@ -234,6 +246,9 @@ class World:
                 secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
+                clock=system_clock(),
+                nonce=new_nonce,
+                **self.fleet_more,
             )
         )
         parts = RunParts(
@@ -249,6 +264,7 @@ class World:
             started_at="2026-01-01T00:00:00Z",
             redact=lambda text: text,
             limits=limits or Limits(),
+            **self.run_more,
         )
         return RunDriver(parts).execute()
 
@@ -360,7 +376,7 @@ def test_what_happened_is_in_the_journal(tmp_path: Path) -> None:
     world.execute()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     names = [line.partition('"event": "')[2].partition('"')[0] for line in lines]
-    assert names == ["role.started", "role.exited", "run.finished"]
+    assert names == ["role.started", "role.exited", "run.ending", "run.finished"]
 
 
 def test_whoever_watches_may_go_away(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
 from paceline.runs.document import BYTES_MAX
-from paceline.runs.model import JobSpec, RestartMode, RoleKind
+from paceline.runs.model import Budget, JobSpec, NotifySpec, RestartMode, RoleKind
 from paceline.runs.spec import (
     SpecError,
     Surroundings,
@@ -146,7 +146,7 @@ ROLE = "{backend: local, gpu: cpu-1x, run: x"
         ),
         (
             f"name: a\nroles: {{trainer: {ROLE}, restart: always}}}}\n",
-            "2: roles.trainer.restart: a trainer is not restarted",
+            "2: roles.trainer.restart: a trainer that is done ends the run",
         ),
         (
             f"name: a\nroles: {{trainer: {ROLE}, count: 2}}}}\n",
@@ -297,3 +297,46 @@ def test_half_a_character_is_refused_where_it_stands(text: str) -> None:
     [said] = problems(text)
     assert said.startswith("job.yaml:3: ")
     assert "lone surrogate" in said
+
+
+NIGHT = """\
+name: night
+budget: {soft_usd: 5, grace: 3m}
+artifacts: {pull: ckpt, every: 10m, keep: 2, to: "s3://bucket/prefix"}
+notify: {command: ./wake-me.sh, webhook: "https://example.com/x"}
+dead_man: {after: 45m}
+roles: {trainer: {backend: vast, gpu: h100-1x, run: x, restart: on-failure, max_restarts: 7}}
+"""
+
+
+def test_what_a_night_alone_needs() -> None:
+    """Money, checkpoints, notices, the switch and the trainer's policy, each as it was written."""
+    job = parse_job(NIGHT.encode(), source="job.yaml", around=AROUND)
+    assert job.budget == Budget(soft_usd=5.0, hard_usd=7.5, grace_s=180.0)
+    assert (job.artifacts.to, job.artifacts.keep) == ("s3://bucket/prefix", 2)
+    assert job.notify == NotifySpec(command="./wake-me.sh", webhook="https://example.com/x")
+    assert job.dead_man.after_s == 2700.0
+    (trainer,) = job.roles
+    assert (trainer.restart, trainer.max_restarts) == (RestartMode.ON_FAILURE, 7)
+
+
+def test_what_is_wrong_with_a_night_is_told_at_once() -> None:
+    """All new keys in one go, each with its line and what would be right."""
+    text = NIGHT.replace("3m", "soon").replace("s3:", "ftp:").replace("https:", "file:")
+    text = text.replace("45m", "1s").replace("command: ./wake-me.sh", "commando: x")
+    said = problems(text)
+    assert [line.split(" ")[0] for line in said] == [
+        "job.yaml:2:",
+        "job.yaml:3:",
+        "job.yaml:4:",
+        "job.yaml:4:",
+        "job.yaml:5:",
+    ]
+    for part in (
+        "budget.grace: ",
+        "s3://, gs://",
+        "did you mean 'command'",
+        "begins with https://",
+    ):
+        assert part in "\n".join(said)
+    assert "dead_man.after" in said[-1]

@@ -21,10 +21,17 @@ from paceline.core.text import printable
 
 VERBS: dict[str, tuple[str, str]] = {
     "up": ("paceline.cli.up:up", "Run a job file: rent, train, roll out, report, tear down."),
+    "attach": ("paceline.cli.up:attach", "Take up a run whose driver is gone."),
     "run": ("paceline.cli.up:run", "Run one command on one rented machine."),
     "ls": ("paceline.cli.runs:ls", "List machines that are on record and not proven gone."),
     "status": ("paceline.cli.runs:status", "Show one run."),
-    "logs": ("paceline.cli.runs:logs", "Show the log of a role."),
+    "events": ("paceline.cli.events:events", "Show what happened to a run; -f follows it."),
+    "checkpoints": ("paceline.cli.checkpoints:checkpoints", "Checkpoints of a run."),
+    "logs": ("paceline.cli.machines:logs", "Show the log of a role, live."),
+    "ssh": ("paceline.cli.machines:ssh", "Open a shell on a machine of a run."),
+    "exec": ("paceline.cli.machines:exec_", "Run a command on a machine of a run."),
+    "sync": ("paceline.cli.machines:sync", "Copy between this computer and a machine."),
+    "ssh-config": ("paceline.cli.machines:ssh_config", "Names for plain ssh, rsync and editors."),
     "down": ("paceline.cli.runs:down", "End a run and all its machines."),
     "gc": ("paceline.cli.runs:gc", "Find machines that nobody drives; with --yes end them."),
     "cost": ("paceline.cli.runs:cost", "Show what a run has cost."),

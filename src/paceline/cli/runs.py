@@ -1,24 +1,25 @@
-"""The verbs that look at runs and end them: ls, status, logs, down, gc, cost."""
+"""The verbs that look at runs and end them: ls, status, down, gc, cost."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.errors import UsageError
 from paceline.core.text import printable
-from paceline.rental import InstanceState, NotProvenGoneError, backend_names
+from paceline.rental import NotProvenGoneError, backend_names
 from paceline.rental.costs import By, CostRow
 from paceline.rental.drivers.ending import Proof
 from paceline.rental.records import Machine
 from paceline.runs import compose
-from paceline.runs.bootstrap import Guest
 from paceline.runs.compose import Services
 from paceline.runs.ledger import RunRecord
-from paceline.runs.model import Slot
-from paceline.runs.owner import owner_pid
+from paceline.runs.links import read_links
+from paceline.runs.live import LIVE_NAME, read_live
+from paceline.runs.owner import owner_of
 from paceline.runs.upkeep import (
     MIN_AGE_S,
     NUM_ENDED_MAX,
@@ -32,6 +33,16 @@ from paceline.runs.upkeep import (
     find_left_overs,
 )
 
+WATCH_EVERY_S = 2.0
+ROLE_COLUMNS = (
+    "role",
+    "index",
+    "phase",
+    "restarts",
+    "machines_lost",
+    "last_cause",
+    "checkpoint",
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -49,44 +60,45 @@ def ls(*, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run_id", metavar="RUN")
+@click.option("--watch", is_flag=True, help="Show it again and again while somebody drives it.")
 @_json_option
-def status(*, run_id: str, as_json: bool) -> None:
-    """Show one run: how it stands, its machines, what its report says."""
+def status(*, run_id: str, watch: bool, as_json: bool) -> None:
+    """Show one run: how it stands, its roles, machines and links, what its report says."""
     with compose.open_services() as services:
-        record = services.ledger.get(run_id)
-        machines = [_machine_json(machine) for machine in services.rental.machines(run_id)]
-        found = _run_json(services, record) | {"machines": machines}
+        while True:
+            found = _status(services, run_id)
+            _show_status(found, as_json=as_json)
+            if not watch or found["driver"] is None:
+                return
+            services.clock.sleep(WATCH_EVERY_S)
+            click.echo("" if as_json else "-" * 40)
+
+
+def _status(services: Services, run_id: str) -> dict[str, Any]:
+    run_dir = services.run_dir(run_id)
+    found = _run_json(services, services.ledger.get(run_id))
+    is_driven = found["driver"] is not None
+    return {
+        **found,
+        "live": read_live(run_dir / LIVE_NAME) if is_driven else None,
+        "machines": [_machine_json(machine) for machine in services.rental.machines(run_id)],
+        "links": read_links(run_dir),
+    }
+
+
+def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
     for key, value in found.items():
-        if key not in {"machines", "summary"} and value is not None:
+        if key not in {"machines", "links", "summary", "live"} and value is not None:
             click.echo(printable(f"{key:<12} {value}"))
-    _table(machines, ("role", "index", "backend", "state", "dph", "label"), "no machines")
-
-
-@click.command()
-@click.argument("run_id", metavar="RUN")
-@click.option("--role", help="Which role; may be left away when there is one.")
-@click.option("--index", default=0, show_default=True, help="Which of the role's machines.")
-@click.option("-f", "--follow", is_flag=True, help="Go on while the role runs.")
-def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
-    """Show the log of a role, from its machine or, after the run, from what was pulled."""
-    with compose.open_services() as services:
-        record = services.ledger.get(run_id)
-        machines = services.rental.machines(run_id)
-        names = sorted({m.role for m in machines} | _pulled_roles(record))
-        slot = Slot(role=role or _only(names, run_id), index=index)
-        machine = next((m for m in machines if (m.role, m.index) == (slot.role, index)), None)
-        if machine is not None and _is_running(services, machine):
-            return _stream_log(services, machine, Guest(run_id=run_id, slot=slot), follow=follow)
-    path = Path(record.out) / "logs" / f"{slot}.log"
-    if not path.is_file():
-        raise UsageError(f"no log of {slot} in {path.parent}; roles: {', '.join(names) or 'none'}")
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            click.echo(line, nl=False)
-    return ExitStatus.OK
+    if found["live"] is not None:
+        _table(found["live"]["roles"], ROLE_COLUMNS, "no roles")
+    columns = ("role", "index", "backend", "state", "dph", "label")
+    _table(found["machines"], columns, "no machines")
+    if found["links"]:
+        _table(found["links"], ("source", "target", "mode", "why"), "")
 
 
 @click.command()
@@ -232,12 +244,13 @@ def _left_over_json(machine: LeftOver) -> dict[str, object]:
 
 
 def _run_json(services: Services, record: RunRecord) -> dict[str, object]:
-    pid = owner_pid(services.run_dir(record.run_id))
-    state = record.outcome.value if record.outcome else ("running" if pid else "left behind")
+    owner = owner_of(services.run_dir(record.run_id), clock=services.clock)
+    state = record.outcome.value if record.outcome else ("running" if owner else "left behind")
     return {
         "run_id": record.run_id,
         "state": state,
-        "driver_pid": pid,
+        "driver_pid": owner.pid if owner and owner.is_here else None,
+        "driver": str(owner) if owner else None,
         "reason": record.reason or None,
         "out": record.out,
         "report": record.report,
@@ -255,34 +268,6 @@ def _summary(record: RunRecord) -> object:
     except (OSError, ValueError, RecursionError) as exc:
         click.echo(printable(f"{record.report} is not a report any more: {exc}"), err=True)
         return None
-
-
-def _pulled_roles(record: RunRecord) -> set[str]:
-    found = (Path(record.out) / "logs").glob("*-*.log")
-    return {path.stem.rpartition("-")[0] for path in found}
-
-
-def _only(names: list[str], run_id: str) -> str:
-    if len(names) != 1:
-        raise UsageError(
-            f"run {run_id} has the roles {', '.join(names) or 'none'}; name one: --role"
-        )
-    return names[0]
-
-
-def _is_running(services: Services, machine: Machine) -> bool:
-    if machine.instance is None:
-        return False
-    state = services.backend_of(machine.backend).status(machine.instance).state
-    return state == InstanceState.RUNNING
-
-
-def _stream_log(services: Services, machine: Machine, guest: Guest, *, follow: bool) -> int:
-    log = guest.path("logs", f"{guest.slot}.log")
-    command = f"exec tail -n +1 {'-F' if follow else ''} {log}"
-    backend = services.backend_of(machine.backend)
-    backend.run_remote(machine.handle, command, stream=True)
-    return ExitStatus.OK
 
 
 def _table(rows: list[dict[str, object]], columns: tuple[str, ...], nothing: str) -> None:

@@ -35,7 +35,13 @@ CRASH_LOOK_S = 0.5
     default="127.0.0.1",
     help="Address to listen on.",
 )
-@click.option("--port", default=0, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--port",
+    envvar="PACELINE_PORT",
+    show_envvar=True,
+    default=0,
+    help="Port to listen on; 0 takes a free one.",
+)
 @click.option(
     "--control", envvar="PACELINE_CONTROL", show_envvar=True, required=True, help="HOST:PORT."
 )

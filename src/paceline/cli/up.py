@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from paceline.cli.streams import ReaderGoneError
 from paceline.core.errors import ExitStatus, UsageError
 from paceline.core.text import printable
 from paceline.rental import NoOffersError, backend_names
+from paceline.rental.compose import check_credentials
 from paceline.runs import compose
+from paceline.runs.adopt import JobSource
 from paceline.runs.charts import bytes_text
 from paceline.runs.compose import Order, Services
-from paceline.runs.model import JobSpec
+from paceline.runs.model import FREE_BACKENDS, JobSpec
 from paceline.runs.offers import PlanRow, patient_rows, total_dph, worst_of
 from paceline.runs.outcome import RunResult
 from paceline.runs.upkeep import EndRule, end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
+CHECK_TIMEOUT_S = 20.0
 
 
 def _duration(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
@@ -48,7 +51,8 @@ _retry_option = click.option(
 
 
 @click.command()
-@click.argument("job", type=click.Path(path_type=Path))
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@click.option("--resume", metavar="RUN", help="Take up a run whose driver is gone; without JOB.")
 @click.option("--yes", is_flag=True, help="Rent without a question.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
@@ -58,7 +62,8 @@ _retry_option = click.option(
 @_retry_option
 def up(  # noqa: PLR0913 - one parameter per option
     *,
-    job: Path,
+    job: Path | None,
+    resume: str | None,
     yes: bool,
     dry_run: bool,
     as_json: bool,
@@ -70,7 +75,11 @@ def up(  # noqa: PLR0913 - one parameter per option
     """Run the job file JOB to its end: rent, set up, train, roll out, report, tear down."""
     if verbose:
         _show_logs()
-    spec = compose.read_job(job)
+    if (job is None) == (resume is None):
+        raise UsageError("give a job file, or --resume RUN for a run that is there already")
+    if resume is not None:
+        return _resume(resume, as_json=as_json)
+    spec, source = compose.read_job(Path(str(job)))
     with compose.open_services() as services:
         if not dry_run:
             _clean_up(services, spec)
@@ -80,12 +89,25 @@ def up(  # noqa: PLR0913 - one parameter per option
             return ExitStatus.OK
         _show_plan(plan, as_json=False)
         _agree(plan, yes=yes)
-        order = _order(spec, run_id, out, stream=False, retry_for_s=retry_until_up)
+        order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
         return _execute(services, order, as_json=as_json)
 
 
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
+def attach(*, run_id: str, as_json: bool) -> int:
+    """Take up RUN, whose driver is gone, and drive it to its end, as `up --resume RUN`."""
+    return _resume(run_id, as_json=as_json)
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--backend", "backends", multiple=True, required=True, help="Where; may be repeated.")
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    help="Where; may be repeated. Without it every backend that lets you in is asked.",
+)
 @click.option("--gpu", required=True, help="What, such as h100-1x or cpu-1x.")
 @click.option("--workdir", type=click.Path(path_type=Path), help="Directory to copy there.")
 @click.option("--setup", help="Command to run before.")
@@ -116,37 +138,47 @@ def run(  # noqa: PLR0913 - one parameter per option
 
     One argument is a line for the shell there, several are a program and its arguments.
     """
-    from paceline.runs.spec import job_of_command
-
+    names = backends or _usable(budget_usd)
     line = command[0] if len(command) == 1 else shlex.join(command)
-    role: dict[str, object] = {"backend": list(backends), "gpu": gpu, "run": line}
+    role: dict[str, object] = {"backend": list(names), "gpu": gpu, "run": line}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}
     role |= {"spot": True} if spot else {}
-    spec = job_of_command(role, budget_usd=budget_usd, backends=backend_names())
+    spec, source = compose.job_of_command(role, budget_usd=budget_usd)
     with compose.open_services() as services:
         _clean_up(services, spec)
         _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
-        order = _order(spec, run_id, out, stream=not as_json, retry_for_s=retry_until_up)
-        return _execute(services, order, as_json=as_json)
+        order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
+        return _execute(services, replace(order, stream=not as_json), as_json=as_json)
+
+
+def _usable(budget_usd: float | None) -> list[str]:
+    """Return the backends that let us in; without a budget only those that cost nothing."""
+    names = backend_names()
+    if budget_usd is None:
+        names = tuple(name for name in names if name in FREE_BACKENDS)
+        click.echo(f"without --budget-usd only {', '.join(names)} are asked", err=True)
+    found = [
+        name
+        for name, report in check_credentials(names, timeout_s=CHECK_TIMEOUT_S)
+        if report.is_valid
+    ]
+    if not found:
+        raise UsageError(f"none of {', '.join(names)} lets you in; see paceline check")
+    return found
 
 
 def _order(
     spec: JobSpec,
+    source: JobSource,
+    *,
     run_id: str | None,
     out: Path | None,
-    *,
-    stream: bool,
     retry_for_s: float | None,
 ) -> Order:
     run_id = run_id or compose.new_run_id(spec.name)
-    return Order(
-        job=spec,
-        run_id=run_id,
-        out=out or compose.default_out(run_id),
-        stream=stream,
-        retry_for_s=retry_for_s,
-    )
+    where = out or compose.default_out(run_id)
+    return Order(job=spec, run_id=run_id, out=where, source=source, retry_for_s=retry_for_s)
 
 
 def _planned(
@@ -169,8 +201,22 @@ def _execute(services: Services, order: Order, *, as_json: bool) -> int:
         result = compose.execute(services, order, watcher=watcher)
     finally:
         watcher.close()
+    return _told(result, as_json=as_json, is_short=order.stream)
+
+
+def _resume(run_id: str, *, as_json: bool) -> int:
+    watcher = watcher_for(run_id, is_plain=False)
+    try:
+        with compose.open_services() as services:
+            result = compose.resume(services, run_id, watcher=watcher)
+    finally:
+        watcher.close()
+    return _told(result, as_json=as_json, is_short=False)
+
+
+def _told(result: RunResult, *, as_json: bool, is_short: bool) -> int:
     with suppress(ReaderGoneError):  # the status is the run's, whoever reads what it says
-        _show_result(result, as_json=as_json, is_short=order.stream)
+        _show_result(result, as_json=as_json, is_short=is_short)
     return result.status
 
 

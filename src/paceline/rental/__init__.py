@@ -2,6 +2,7 @@
 
 from paceline.rental.backends.protocol import (
     BackendAdapter,
+    SupportsAccess,
     SupportsActualCost,
     SupportsBalance,
     SupportsCredentials,
@@ -113,6 +114,7 @@ __all__ = [
     "SshDeniedError",
     "SshKeyError",
     "SshUnreachableError",
+    "SupportsAccess",
     "SupportsActualCost",
     "SupportsBalance",
     "SupportsCredentials",

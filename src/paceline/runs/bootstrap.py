@@ -5,7 +5,8 @@ start, so that any backend can hold it:
 
     <run>/work     the role's working directory      <run>/kit      scripts written here
     <run>/logs     one log per slot                  <run>/secrets  credentials, 0600
-    <run>/out      what the role leaves behind       <run>/state    pid and exit status
+    <run>/out      what the role leaves behind       <run>/state    attempts to run the role
+    <run>/venv     Paceline, where it was brought    <run>/wheel    what it was installed from
 
 Tokens travel inside a file that is copied, never in a command line or an environment variable.
 """
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 from paceline.core.errors import PreflightError
 from paceline.rental import BackendAdapter, InstanceHandle, RemoteCommandError
 from paceline.runs.model import JobSpec, RoleSpec, Slot
+from paceline.runs.scripts import render_scripts
 
 EXCLUDES = (
     ".git/",
@@ -37,10 +39,8 @@ EXCLUDES = (
 KIT_PREFIX = "kit-"
 CONTROL_SECRETS = "control"
 """Folder of a run's directory here: what its control service starts from, gone when it ends."""
-CREDENTIALS_FILE = "credentials.json"
-AUTHORITY_FILE = "control-ca.crt"
-"""Names below ``secrets`` on a machine: who the role is, and whom it may believe."""
 PREPARE_TIMEOUT_S = 60
+INSTALL_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,27 @@ class Guest:
         return "/".join((self.run_id, *parts))
 
     @property
-    def start(self) -> str:
-        """The command that runs the role until it ends, with its own exit status."""
-        return f"exec sh {self.path('kit', 'start.sh')}"
+    def log(self) -> str:
+        """Where the role's output is."""
+        return self.path("logs", f"{self.slot}.log")
+
+    def start(self, token: str) -> str:
+        """Return the command that begins the attempt ``token`` unless it has begun; at once."""
+        return f"sh {self.path('kit', 'start.sh')} {token}"
+
+    def watch(self, token: str = "") -> str:
+        """Return the command that lasts as long as the attempt, the latest one, and ends so."""
+        return f"exec sh {self.path('kit', 'watch.sh')} {token}".rstrip()
+
+    @property
+    def has_started(self) -> str:
+        """The command that succeeds when some attempt has begun."""
+        return f"test -s {self.path('state', str(self.slot), 'current')}"
+
+    @property
+    def is_ready(self) -> str:
+        """The command that succeeds when everything was put on the machine."""
+        return f"test -e {self.path('state', 'ready')}"
 
     @property
     def stop(self) -> str:
@@ -106,6 +124,8 @@ class Kit:
     """Name -> text of the files that only the role may read."""
     scratch: Path
     """A directory of this run alone, where secrets lie until they are copied."""
+    wheel: Path | None = None
+    """Paceline, for a machine that has to have it; None where it is there or not needed."""
 
 
 def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, kit: Kit) -> None:
@@ -132,21 +152,19 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
             ) from exc
         backend.sync_to(handle, here, guest.run_id)
     _must(backend, handle, f"sh {guest.path('kit', 'prepare.sh')}", {}, PREPARE_TIMEOUT_S)
+    if kit.wheel is not None:
+        backend.sync_to(handle, kit.wheel, guest.path("wheel/"))
+        install = f"exec sh {guest.path('kit', 'install.sh')}"
+        _must(backend, handle, install, kit.env, INSTALL_TIMEOUT_S)
     if role.setup is not None:
         setup = f"exec sh {guest.path('kit', 'setup.sh')}"
         _must(backend, handle, setup, kit.env, role.setup_timeout_s)
+    _must(backend, handle, f": > {guest.path('state', 'ready')}", {}, PREPARE_TIMEOUT_S)
 
 
 def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, secrets: Mapping[str, str]) -> None:
     """Write what is copied to the machine below ``kit``; secrets are readable by us alone."""
-    scripts = {
-        "prepare.sh": _PREPARE,
-        "start.sh": _START.replace("@SLOT@", str(guest.slot)),
-        "stop.sh": _STOP.replace("@SLOT@", str(guest.slot)),
-        "run.sh": role.run + "\n",
-        "setup.sh": _SETUP.replace("@SLOT@", str(guest.slot)),
-        "setup_command.sh": (role.setup or ":") + "\n",
-    }
+    scripts = render_scripts(str(guest.slot), run=role.run, setup=role.setup)
     (kit / "kit").mkdir()
     for name, text in scripts.items():
         (kit / "kit" / name).write_text(text, encoding="utf-8")
@@ -172,60 +190,3 @@ def _must(
     ended = backend.run_remote(handle, command, env=env, stream=False, timeout_s=timeout_s)
     if ended.code != 0:
         raise RemoteCommandError(f"setup on {handle.label} exited with status {ended.code}")
-
-
-_BASE = """#!/bin/sh
-# Written by paceline; one run's directory is this script's grandparent.
-set -u
-base=$(cd "$(dirname "$0")/.." && pwd) || exit 126
-"""
-
-_PREPARE = (
-    _BASE
-    + """chmod -R u=rwX,go= "$base/secrets" &&
-mkdir -p "$base/work" "$base/logs" "$base/out" "$base/state"
-"""
-)
-
-_SETUP = (
-    _BASE
-    + """cd "$base/work" || exit 126
-sh "$base/kit/setup_command.sh" >> "$base/logs/@SLOT@.log" 2>&1
-"""
-)
-
-# A signal to the group ends the role, not this script: it stays to report how the role ended.
-# With PACELINE_STREAM=1 the output goes both ways; tee outlives a TERM to the group, so that the
-# last lines of a role that is being stopped are not lost.
-_START = (
-    _BASE
-    + f"""PACELINE_CREDENTIALS="$base/secrets/{CREDENTIALS_FILE}"
-authority="$base/secrets/{AUTHORITY_FILE}"
-"""
-    + """PACELINE_OUT="$base/out"
-export PACELINE_CREDENTIALS PACELINE_OUT
-if [ -f "$authority" ]; then PACELINE_CONTROL_CA=$authority; export PACELINE_CONTROL_CA; fi
-cd "$base/work" || exit 126
-log="$base/logs/@SLOT@.log"
-pid="$base/state/@SLOT@.pid"
-ended="$base/state/@SLOT@.exit"
-rm -f "$ended"
-trap : TERM INT HUP
-echo $$ > "$pid" || exit 126
-if [ "${PACELINE_STREAM:-}" = 1 ]; then
-    { sh "$base/kit/run.sh"; echo $? > "$ended"; } 2>&1 | (trap '' TERM INT; exec tee -a "$log")
-else
-    sh "$base/kit/run.sh" >> "$log" 2>&1
-    echo $? > "$ended"
-fi
-rm -f "$pid"
-exit "$(cat "$ended")"
-"""
-)
-
-_STOP = (
-    _BASE
-    + """pid=$(cat "$base/state/@SLOT@.pid" 2>/dev/null) || exit 0
-kill -s TERM -- "-$pid" 2>/dev/null || kill -s TERM "$pid" 2>/dev/null || true
-"""
-)

@@ -1,57 +1,61 @@
 """The composition root of a run: picks store, clock, control service and backends, by name."""
 
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
 
 from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
-from paceline.refit.control.protocol import ControlPlane
-from paceline.rental import BackendAdapter, backend_names, load_backend
+from paceline.rental import BackendAdapter, SupportsAccess, backend_names, load_backend
+from paceline.rental.compose import open_tunnel, tail_of
 from paceline.rental.drivers.accepting import GpuAcceptance
 from paceline.rental.orchestrator import Orchestrator
-from paceline.rental.records import is_name
+from paceline.rental.records import Machine, is_name
+from paceline.rental.remote.job import pass_through
 from paceline.rental.remote.keys import ensure_key_pair
-from paceline.runs.bootstrap import (
-    AUTHORITY_FILE,
-    CONTROL_SECRETS,
-    CREDENTIALS_FILE,
-    role_env,
+from paceline.rental.remote.protocol import Access
+from paceline.rental.remote.tail import Sink, Tail
+from paceline.runs.adopt import (
+    ORDER_FILE,
+    JobSource,
+    ending_of,
+    load_order,
+    save_order,
+    take_over,
 )
-from paceline.runs.files import make_private
-from paceline.runs.fleet import Fleet, FleetParts
+from paceline.runs.beacon import Beacon
+from paceline.runs.bootstrap import Guest, role_env
+from paceline.runs.care import JOURNAL, care_for
+from paceline.runs.deadman import Heart
+from paceline.runs.fleet import Fleet, FleetParts, no_link
+from paceline.runs.hosting import Control, control_for
 from paceline.runs.journal import Journal
 from paceline.runs.ledger import RunLedger, RunRecord
-from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot, slots_of
+from paceline.runs.links import LinkParts, Links
+from paceline.runs.live import LIVE_NAME
+from paceline.runs.model import JobSpec, Slot, slots_of
 from paceline.runs.outcome import RunResult
 from paceline.runs.owner import OwnerLock
-from paceline.runs.run import RunDriver, RunParts, Watcher
+from paceline.runs.parts import RunParts, Watcher
+from paceline.runs.passing import LogPasser, no_passing
+from paceline.runs.plan import Finish
+from paceline.runs.run import RunDriver
+from paceline.runs.sshconfig import SshConfig
+from paceline.runs.wheel import build_wheel
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
-if TYPE_CHECKING:
-    from paceline.refit.compose import RunKeys
-
-CONTROL_TIMEOUT_S = 5.0
 KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Whose machines let us in without the operator's key for rented ones."""
-JOURNAL = "events.jsonl"
 NET_URL = "PACELINE_NET_PROBE_URL"
 """What a fresh machine downloads from to show its speed; without it speed is not looked at."""
-TOKEN_ROLES = {
-    RoleKind.TRAINER: "trainer",
-    RoleKind.ROLLOUT: "generator",
-    RoleKind.TASK: "reader",
-}
-"""Kind of role -> whose token its machines get: never more rights than they need."""
+TUNNEL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +83,8 @@ class Services:
         return self.state_dir / "runs" / run_id
 
 
-def _no_notice(name: str, fields: Mapping[str, object]) -> None:
-    """Take no notice."""
-
-
 @contextmanager
-def open_services(
-    notify: Callable[[str, dict[str, object]], None] = _no_notice,
-) -> Iterator[Services]:
+def open_services() -> Iterator[Services]:
     """Open the operator's state. Raises PreflightError when it cannot be used."""
     state_dir = system.state_dir()
     try:
@@ -100,23 +98,69 @@ def open_services(
     store = SqliteStore(state_dir / "paceline.sqlite", clock=clock)
     backend = cache(lambda name: load_backend(name)())
     try:
+        rental = _orchestrator(store, backend, clock, partial(_forget_name, state_dir))
         yield Services(
             clock=clock,
             state_dir=state_dir,
             store=store,
             ledger=RunLedger(store),
-            rental=_orchestrator(store, backend, clock, notify),
+            rental=rental,
             backend=backend,
         )
     finally:
         store.close()
 
 
-def read_job(path: Path) -> JobSpec:
-    """Read and check a job file against the backends that there are."""
-    from paceline.runs.spec import load_job
+def ssh_config(services: Services) -> SshConfig:
+    """Return the names by which plain ssh finds machines."""
+    return _names_in(services.state_dir)
 
-    return load_job(path, backends=backend_names())
+
+def _names_in(state_dir: Path) -> SshConfig:
+    user_file = Path(system.environ().get("HOME") or Path.home()) / ".ssh" / "config"
+    return SshConfig(state_dir.resolve() / "ssh" / "hosts", user_file=user_file)
+
+
+def _give_name(services: Services, note: Callable[[str], None], machine: Machine) -> None:
+    """Let plain ssh find a machine; a run does not depend on that."""
+    backend = services.backend_of(machine.backend)
+    if isinstance(backend, SupportsAccess):
+        try:
+            ssh_config(services).add(machine, backend.access(machine.handle))
+        except PacelineError as exc:
+            note(f"{machine.label} has no name for plain ssh: {exc}")
+
+
+def _forget_name(state_dir: Path, name: str, fields: Mapping[str, object]) -> None:
+    """Take a machine's name out of ssh's configuration once the machine is gone."""
+    if name == "machine.destroyed":
+        with suppress(OSError):  # the next `paceline ssh-config` drops what is left
+            _names_in(state_dir).drop(str(fields["label"]))
+
+
+def read_job(path: Path) -> tuple[JobSpec, JobSource]:
+    """Read and check a job file against the backends that there are; return it as written too."""
+    from paceline.runs.spec import read_text
+
+    text = read_text(path)
+    source = JobSource(name=str(path), base=path.resolve().parent, text=text)
+    return source.parse(backends=backend_names()), source
+
+
+def job_of_command(
+    role: Mapping[str, object], *, budget_usd: float | None
+) -> tuple[JobSpec, JobSource]:
+    """Return the job of one machine and one command. Raises SpecError, as for a job file."""
+    from paceline.runs.spec import text_of_command
+
+    text = text_of_command(role, budget_usd=budget_usd)
+    source = JobSource(name="command line", base=Path.cwd(), text=text)
+    return source.parse(backends=backend_names()), source
+
+
+def now_s() -> float:
+    """Return Unix seconds."""
+    return system.system_clock().time()
 
 
 def new_run_id(name: str) -> str:
@@ -136,6 +180,8 @@ class Order:
     job: JobSpec
     run_id: str
     out: Path
+    source: JobSource
+    """The job as it was written, for whoever takes the run up when its driver is gone."""
     stream: bool = False
     retry_for_s: float | None = None
     """Where no machine can be had, look again for so long."""
@@ -148,11 +194,8 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
     result, and on record.
     """
     _refuse_odd_id(order.run_id)
-    run_dir = services.run_dir(order.run_id)
     out = _made(order.out).resolve()
-    if {name for role in order.job.roles for name in role.backends} - KEYLESS_BACKENDS:
-        ensure_key_pair(services.ssh_pubkey_path)
-    with OwnerLock(run_dir):
+    with _owned(services, order.run_id) as run_dir:
         record = RunRecord(
             run_id=order.run_id,
             name=order.job.name,
@@ -160,25 +203,147 @@ def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
             pid=os.getpid(),
             out=str(out),
         )
+        # Before the record: whoever finds that finds what it takes to go on.
+        services.ledger.refuse_taken(order.run_id)
+        save_order(run_dir, order.source, out=out, stream=order.stream)
         services.ledger.create(record)
         try:
-            with _control_for(order.job, run_dir) as control:
-                result = _drive(services, order, out=out, control=control, watcher=watcher)
+            result = _hosted(services, order, run_dir, out=out, watcher=watcher)
         except PacelineError as exc:
             _abandon(services, record, exc)
             raise
         except KeyboardInterrupt:
             services.ledger.abandon(record, reason="stopped before anything was rented")
             raise
-        ended = replace(
-            record,
-            outcome=result.outcome,
-            reason=result.message.partition("\n")[0],
-            wall_s=_float(result.summary["wall_s"]),
-            cost_usd=_float(result.summary["cost_usd"]),
-            report=str(out / "report.json"),
+        return _finished(services, record, result, out=out)
+
+
+def resume(services: Services, run_id: str, *, watcher: Watcher) -> RunResult:
+    """Take up a run whose driver is gone, and drive it to its end.
+
+    Raises:
+        UsageError: no such run, it is over, or what it was asked to be was not kept.
+        PreflightError: somebody drives it.
+        BackendError: nobody says which of its machines run; it stays as it is.
+    """
+    record = services.ledger.get(run_id)
+    if record.outcome is not None:
+        raise UsageError(f"run {run_id} is over: {record.outcome.value}; start another")
+    with _owned(services, run_id) as run_dir:
+        saved = load_order(run_dir)
+        order = Order(
+            job=saved.source.parse(backends=backend_names()),
+            run_id=run_id,
+            out=saved.out,
+            source=saved.source,
+            stream=saved.stream,
         )
-        return _recorded(services, ended, result)
+        out = _made(saved.out).resolve()
+        adopted = take_over(
+            services.rental,
+            run_id,
+            slots_of(order.job),
+            backend=services.backend,
+            note=watcher.note,
+        )
+        part = _Part(adopted=adopted, ending=ending_of(out / JOURNAL))
+        result = _hosted(services, order, run_dir, out=out, watcher=watcher, part=part)
+        return _finished(services, record, result, out=out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What an earlier driver has done of a run."""
+
+    adopted: Mapping[Slot, Machine] = field(default_factory=dict)
+    ending: Finish | None = None
+
+
+@contextmanager
+def _owned(services: Services, run_id: str) -> Iterator[Path]:
+    """Drive a run while entered, alone; yield its directory."""
+    run_dir = services.run_dir(run_id)
+    with OwnerLock(run_dir, clock=services.clock, token=system.new_nonce()):
+        yield run_dir
+
+
+def _hosted(
+    services: Services,
+    order: Order,
+    run_dir: Path,
+    *,
+    out: Path,
+    watcher: Watcher,
+    part: _Part | None = None,
+) -> RunResult:
+    """Drive the run beside its control service, with what it needs to be reached."""
+    if {name for role in order.job.roles for name in role.backends} - KEYLESS_BACKENDS:
+        ensure_key_pair(services.ssh_pubkey_path)
+    with ExitStack() as parts:
+        control = parts.enter_context(
+            control_for(order.job, run_dir, nonce=system.new_nonce, chance=system.chance)
+        )
+        links = parts.enter_context(_links_for(services, order, control, watcher))
+        around = _Around(
+            out=out, control=control, links=links, watcher=watcher, part=part or _Part()
+        )
+        return _drive(services, order, around)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Around:
+    """What a run is driven amid."""
+
+    out: Path
+    control: Control
+    links: Links | None
+    watcher: Watcher
+    part: _Part
+
+
+@contextmanager
+def _links_for(
+    services: Services, order: Order, control: Control, watcher: Watcher
+) -> Iterator[Links | None]:
+    """Keep the parts of a run in reach of each other while entered; None without refit."""
+    if control.address is None:
+        yield None
+        return
+    refit = order.job.refit
+    with Beacon(system.new_nonce()) as beacon:
+        links = Links(
+            LinkParts(
+                run_id=order.run_id,
+                roles=slots_of(order.job),
+                control=control.address,
+                ports=control.ports,
+                backend=services.backend,
+                open_tunnel=partial(open_tunnel, timeout_s=TUNNEL_TIMEOUT_S),
+                beacon=beacon,
+                run_dir=services.run_dir(order.run_id),
+                note=watcher.note,
+                has_store=refit is not None and "objectstore" in refit.transports,
+            )
+        )
+        try:
+            yield links
+        finally:
+            links.close()
+
+
+def _finished(services: Services, record: RunRecord, result: RunResult, *, out: Path) -> RunResult:
+    """Put the end on record, and forget what only a driver needs."""
+    ended = replace(
+        record,
+        outcome=result.outcome,
+        reason=result.message.partition("\n")[0],
+        wall_s=_float(result.summary["wall_s"]),
+        cost_usd=_float(result.summary["cost_usd"]),
+        report=str(out / "report.json"),
+    )
+    result = _recorded(services, ended, result)
+    (services.run_dir(record.run_id) / ORDER_FILE).unlink(missing_ok=True)
+    return result
 
 
 def _abandon(services: Services, record: RunRecord, cause: PacelineError) -> None:
@@ -199,127 +364,127 @@ def _recorded(services: Services, ended: RunRecord, result: RunResult) -> RunRes
     return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Control:
-    """The run's control service; all is empty for a job without refit."""
-
-    address: str | None
-    plane: ControlPlane | None
-    tokens: Mapping[str, str]
-    authority: str = ""
-    """PEM of the certificate that the service's clients trust."""
-    keys: "RunKeys | None" = None
-
-    @property
-    def secrets(self) -> Sequence[str]:
-        """What must not be shown in any output."""
-        keys = () if self.keys is None else (self.keys.signing_key,)
-        return (*self.tokens.values(), *keys)
-
-    def secrets_of(self, role: RoleSpec) -> Mapping[str, str]:
-        """Return what a role of this kind may know, as files."""
-        if not self.tokens:
-            return {}
-        name = TOKEN_ROLES[role.kind]
-        credentials = {
-            "role": name,
-            "control_token": self.tokens[name],
-            "data_token": self.tokens["data"],
-            **({} if self.keys is None else self.keys.credentials_of(name)),
-        }
-        return {CREDENTIALS_FILE: json.dumps(credentials), AUTHORITY_FILE: self.authority}
-
-
-@contextmanager
-def _control_for(job: JobSpec, run_dir: Path) -> Iterator[_Control]:
-    """Serve this run's control service while entered; a job without refit has none."""
-    if job.refit is None:
-        yield _Control(address=None, plane=None, tokens={})
-        return
-    from paceline.refit import compose as refit_compose
-
-    secrets = make_private(run_dir / CONTROL_SECRETS)
-    token_file = secrets / "tokens.json"
-    with ExitStack() as undo:
-        undo.callback(shutil.rmtree, secrets)
-        tokens = refit_compose.create_token_file(token_file)
-        data_token = system.new_nonce(refit_compose.TOKEN_BYTES)
-        # Also on loopback: where machines are elsewhere nothing is different.
-        host = job.refit.listen.rpartition(":")[0].strip("[]")
-        tls, trusted = refit_compose.create_certificate_files(
-            secrets, name=f"run {run_dir.name}", hosts=sorted({host, "127.0.0.1", "localhost"})
-        )
-        service = refit_compose.start_control_server(
-            token_file=token_file,
-            store=f"sqlite:{run_dir / 'control.sqlite'}",
-            listen=job.refit.listen,
-            tls=tls,
-        )
-        undo.callback(service.stop)
-        plane = refit_compose.connect_control(
-            service.address,
-            token_file=token_file,
-            timeout_s=CONTROL_TIMEOUT_S,
-            trusted_file=trusted,
-        )
-        undo.callback(plane.close)
-        yield _Control(
-            address=service.address,
-            plane=plane,
-            tokens={**tokens, "data": data_token},
-            authority=trusted.read_text(encoding="ascii"),
-            keys=refit_compose.create_run_keys(secrets / "keys.json"),
-        )
-
-
-def _drive(
-    services: Services, order: Order, *, out: Path, control: _Control, watcher: Watcher
-) -> RunResult:
+def _drive(services: Services, order: Order, around: _Around) -> RunResult:
+    control, links, watcher, out = around.control, around.links, around.watcher, around.out
     job, run_id = order.job, order.run_id
     roles = slots_of(job)
 
     def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
-        env = role_env(job, roles[slot], slot, run_id=run_id, control=control.address)
+        address = None if control.address is None else str(control.address)
+        ours = role_env(job, roles[slot], slot, run_id=run_id, control=address)
         # Machines of one provider are near each other, until somebody knows better.
-        return {"PACELINE_REGION": backend, **env}
+        ours = {"PACELINE_REGION": backend, **ours}
+        return ours if links is None else ours | links.env(slot)
 
-    def redact(text: str) -> str:
-        for secret in control.secrets:
-            text = text.replace(secret, "[token]")
-        return text
-
-    journal = Journal(out / JOURNAL, clock=services.clock)
-    rental = services.rental.telling(journal.record)
-    fleet = Fleet(
-        FleetParts(
-            job=job,
-            run_id=run_id,
-            rental=rental,
-            backend=services.backend,
-            env_of=env_of,
-            secrets_of=control.secrets_of,
-            ssh_pubkey_path=services.ssh_pubkey_path,
-            scratch=services.run_dir(run_id),
-            stream=order.stream,
-            retry_for_s=order.retry_for_s,
+    with care_for(
+        job,
+        run_id,
+        out=out,
+        clock=services.clock,
+        redact=control.redact,
+        environ=system.environ(),
+        is_adopted=bool(around.part.adopted),
+    ) as care:
+        journal, puller = care.journal, care.puller
+        rental = _with_notices(services, journal)
+        passer = LogPasser(
+            tail_of=partial(log_of, services, sink=partial(pass_through, 1)), note=watcher.note
         )
+        fleet = Fleet(
+            FleetParts(
+                job=job,
+                run_id=run_id,
+                rental=rental,
+                backend=services.backend,
+                env_of=env_of,
+                secrets_of=control.secrets_of,
+                ssh_pubkey_path=services.ssh_pubkey_path,
+                scratch=services.run_dir(run_id),
+                clock=services.clock,
+                nonce=system.new_nonce,
+                wheel_for=_wheel_maker(services, order),
+                rented=partial(_give_name, services, watcher.note),
+                link=no_link if links is None else links.join,
+                adopted=around.part.adopted,
+                passing=passer.passing if order.stream else no_passing,
+                arm=care.arm,
+                prepare=puller.prepare,
+                retry_for_s=order.retry_for_s,
+            )
+        )
+        puller.use(fleet)
+        after_s = job.dead_man.after_s
+        heart = Heart(fleet, clock=services.clock, word=system.new_nonce, after_s=after_s)
+        started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
+        return RunDriver(
+            RunParts(
+                job=job,
+                run_id=run_id,
+                out=out,
+                clock=services.clock,
+                rental=rental,
+                fleet=fleet,
+                control=control.plane,
+                watcher=watcher,
+                journal=journal,
+                started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                redact=control.redact,
+                ending=around.part.ending,
+                chance=system.chance,
+                puller=puller,
+                beats=heart,
+                live=services.run_dir(run_id) / LIVE_NAME,
+            )
+        ).execute()
+
+
+def _wheel_maker(services: Services, order: Order) -> Callable[[Slot, Machine], Path | None]:
+    roles, lock = slots_of(order.job), Lock()
+
+    def wheel_for(slot: Slot, machine: Machine) -> Path | None:
+        # Only refit needs Paceline there, and this computer's own machines have it.
+        wants = order.job.refit is not None and roles[slot].install_paceline
+        if not wants or machine.backend == "local":
+            return None
+        with lock:
+            return build_wheel(services.run_dir(order.run_id) / "wheel")
+
+    return wheel_for
+
+
+def log_of(
+    services: Services, machine: Machine, guest: Guest, *, sink: Sink, follow: bool = True
+) -> Tail:
+    """Return a reader of a role's log that ends with the role, or at the log's present end.
+
+    Raises:
+        UsageError: the backend does not say how its machines are reached.
+    """
+    return tail_of(
+        access_of(services, machine),
+        guest.log,
+        until=guest.path("state", str(guest.slot), "ended"),
+        sink=sink,
     )
-    started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
-    return RunDriver(
-        RunParts(
-            job=job,
-            run_id=run_id,
-            out=out,
-            clock=services.clock,
-            rental=rental,
-            fleet=fleet,
-            control=control.plane,
-            watcher=watcher,
-            journal=journal,
-            started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            redact=redact,
+
+
+def access_of(services: Services, machine: Machine) -> Access:
+    """Return how a machine is reached. Raises UsageError where its backend does not say."""
+    backend = services.backend_of(machine.backend)
+    if not isinstance(backend, SupportsAccess):
+        raise UsageError(
+            f"backend {machine.backend} does not say how its machines are reached; "
+            "its adapter has to sign SupportsAccess"
         )
-    ).execute()
+    return backend.access(machine.handle)
+
+
+def _with_notices(services: Services, journal: Journal) -> Orchestrator:
+    def notify(name: str, fields: Mapping[str, object]) -> None:
+        journal.record(name, fields)
+        _forget_name(services.state_dir, name, fields)
+
+    return services.rental.telling(notify)
 
 
 def _orchestrator(

@@ -1,5 +1,6 @@
 """Local files of a run: logs are read from their end, reports are written whole."""
 
+import os
 from pathlib import Path
 
 from paceline.core.errors import PreflightError
@@ -30,6 +31,21 @@ def make_private(folder: Path) -> Path:
             "elsewhere"
         ) from exc
     return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a whole file that nobody else can ever read. Raises PreflightError."""
+    scratch = path.with_name(path.name + ".new")
+    try:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        scratch.replace(path)
+    except OSError as exc:
+        raise PreflightError(
+            f"cannot write {path}: {exc.strerror}; free the disk or point PACELINE_STATE_DIR "
+            "elsewhere"
+        ) from exc
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -7,26 +7,28 @@ machine outlives both.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Lock, Thread
 from typing import Protocol
 
+from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PreflightError
 from paceline.rental import (
     BackendAdapter,
+    DeathCause,
     GoneUnrecordedError,
     InstanceHandle,
-    InstanceNotFoundError,
-    InstanceState,
     RemoteCommandError,
-    SshUnreachableError,
 )
+from paceline.rental.death import Death
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine
 from paceline.runs.bootstrap import Guest, Kit, bootstrap
 from paceline.runs.model import JobSpec, RoleSpec, Slot, slots_of
+from paceline.runs.passing import Passing, no_passing
+from paceline.runs.supervision import MachineLostError, Patience, Supervised
 
 
 class Rental(Protocol):
@@ -47,6 +49,10 @@ class Rental(Protocol):
         """
         ...
 
+    def autopsy(self, machine: Machine) -> Death | None:
+        """Return why a machine is missed; None where it lives."""
+        ...
+
     def machines(self, run_id: str | None = None) -> Sequence[Machine]:
         """Return everything on record that is not proven gone."""
         ...
@@ -59,6 +65,13 @@ class Rental(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """A slot's machine is rented, or has everything on it: the step asked for is done."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A slot's command is about to be started on a machine that has everything."""
 
     slot: Slot
 
@@ -77,11 +90,20 @@ class Lost:
 
     slot: Slot
     reason: str
+    cause: DeathCause = DeathCause.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A step did not work, for a reason that the error names."""
+
+    slot: Slot
+    error: PacelineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hitch:
+    """An errand beside the role's command did not work; the role goes on."""
 
     slot: Slot
     error: PacelineError
@@ -95,7 +117,21 @@ class Broke:
     error: BaseException
 
 
-Message = Ready | Exited | Lost | Failed | Broke
+Message = Ready | Started | Exited | Lost | Failed | Hitch | Broke
+OnMachine = Callable[[Slot, BackendAdapter, InstanceHandle, Guest], None]
+"""What is done on a slot's machine, by whoever is asked to; may raise PacelineError."""
+
+
+def _nothing(slot: Slot, backend: BackendAdapter, handle: InstanceHandle, guest: Guest) -> None:
+    """Do nothing there."""
+
+
+def no_link(slot: Slot, machine: Machine) -> None:
+    """Leave machines as they are: nobody has to reach anybody."""
+
+
+def no_wheel(slot: Slot, machine: Machine) -> None:
+    """Bring no Paceline: it is there, or not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +148,24 @@ class FleetParts:
     ssh_pubkey_path: Path
     scratch: Path
     """A directory of this run alone, for what is about to be copied to a machine."""
-    stream: bool = False
-    """Pass the output of roles through, beside writing it to their logs."""
+    clock: Clock
+    nonce: Callable[[], str]
+    """Fresh lower-case hex: what an attempt to run a role is known by."""
+    link: Callable[[Slot, Machine], None] = no_link
+    """Sees to it that a slot's machine and the other parts of the run reach each other."""
+    wheel_for: Callable[[Slot, Machine], Path | None] = no_wheel
+    """Returns Paceline for a machine that has to have it."""
+    rented: Callable[[Machine], None] = lambda machine: None
+    """Is told of each machine that runs."""
+    passing: Passing = no_passing
+    """Passes the output of roles through, beside their logs."""
+    patience: Patience = field(default_factory=Patience)
+    adopted: Mapping[Slot, Machine] = field(default_factory=dict)
+    """Machines of this run that somebody else has rented, and perhaps set up and started."""
+    arm: OnMachine = _nothing
+    """Comes after the bootstrap: installs what ends a machine that nobody asks after."""
+    prepare: OnMachine = _nothing
+    """Comes before each start of the role's command: brings what it goes on from."""
     retry_for_s: float | None = None
     """Where nothing can be had now, ask again for so long."""
 
@@ -124,7 +176,8 @@ class Fleet:
     def __init__(self, parts: FleetParts) -> None:
         self._parts = parts
         self._roles = slots_of(parts.job)
-        self._machines: dict[Slot, Machine] = {}
+        self._machines: dict[Slot, Machine] = dict(parts.adopted)
+        self._adopted = set(parts.adopted)
         self._inbox: Queue[Message] = Queue()
         self._renting: set[Slot] = set()
         self._unrecorded: dict[str, GoneUnrecordedError] = {}
@@ -156,7 +209,10 @@ class Fleet:
             return None
 
     def rent(self, slot: Slot) -> None:
-        """Begin to rent; ends in Ready or Failed."""
+        """Begin to rent, unless there is a machine; ends in Ready or Failed."""
+        if slot in self.machines:
+            self._inbox.put(Ready(slot=slot))
+            return
         self._begin(slot, lambda: self._rented(slot), rents=True)
 
     def bootstrap(self, slot: Slot) -> None:
@@ -176,11 +232,19 @@ class Fleet:
         self._begin(slot, lambda: self._stopped(slot))
 
     def pull(self, slot: Slot, out: Path, paths: Sequence[str]) -> Thread:
-        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Failed.
+        """Copy the slot's logs and artifacts below ``out``; ends in Ready or Hitch.
 
         The thread returned is alive while it copies.
         """
-        return self._begin(slot, lambda: self._pulled(slot, out, paths))
+        return self._begin(slot, lambda: self._pulled(slot, out, paths), is_errand=True)
+
+    def errand(self, slot: Slot, work: OnMachine) -> Thread:
+        """Do something beside the slot's command on its machine; only a Hitch is told."""
+
+        def done() -> None:
+            work(slot, *self._reach(slot), self._guest(slot))
+
+        return self._begin(slot, done, is_errand=True)
 
     def destroy(self, machine: Machine) -> None:
         """End one machine and see it gone; ends in Ready or Failed."""
@@ -196,22 +260,35 @@ class Fleet:
 
         self._begin(slot, work)
 
-    def _begin(self, slot: Slot, work: Callable[[], Message], *, rents: bool = False) -> Thread:
+    def _begin(
+        self,
+        slot: Slot,
+        work: Callable[[], Message | None],
+        *,
+        rents: bool = False,
+        is_errand: bool = False,
+    ) -> Thread:
         if rents:
             with self._lock:
                 self._renting.add(slot)
-        thread = Thread(target=self._carry_out, args=(slot, work), name=str(slot), daemon=True)
+        trouble = Hitch if is_errand else Failed
+        argv = (slot, work, trouble)
+        thread = Thread(target=self._carry_out, args=argv, name=str(slot), daemon=True)
         thread.start()
         return thread
 
-    def _carry_out(self, slot: Slot, work: Callable[[], Message]) -> None:
+    def _carry_out(
+        self, slot: Slot, work: Callable[[], Message | None], trouble: type[Failed | Hitch]
+    ) -> None:
+        message: Message | None
         try:
             message = work()
         except PacelineError as exc:
-            message = Failed(slot=slot, error=exc)
+            message = trouble(slot=slot, error=exc)
         except BaseException as exc:  # noqa: BLE001 - handed to the driver, which raises it
             message = Broke(slot=slot, error=exc)
-        self._inbox.put(message)
+        if message is not None:
+            self._inbox.put(message)
 
     def _rented(self, slot: Slot) -> Message:
         try:
@@ -221,6 +298,7 @@ class Fleet:
                 self._renting.discard(slot)
         with self._lock:
             self._machines[slot] = machine
+        self._parts.rented(machine)
         return Ready(slot=slot)
 
     def _request(self, slot: Slot) -> RentRequest:
@@ -240,30 +318,64 @@ class Fleet:
     def _bootstrapped(self, slot: Slot) -> Message:
         backend, handle = self._reach(slot)
         role = self._roles[slot]
-        kit = Kit(
-            role=role,
-            env=self._parts.env_of(slot, handle.backend),
-            secrets=self._parts.secrets_of(role),
-            scratch=self._parts.scratch,
-        )
-        bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
+        self._parts.link(slot, self.machines[slot])
+        if not (slot in self._adopted and self._supervised(slot).is_ready()):
+            kit = Kit(
+                role=role,
+                env=self._parts.env_of(slot, handle.backend),
+                secrets=self._parts.secrets_of(role),
+                scratch=self._parts.scratch,
+                wheel=self._parts.wheel_for(slot, self.machines[slot]),
+            )
+            bootstrap(backend, handle, guest=self._guest(slot), kit=kit)
+        self._parts.arm(slot, backend, handle, self._guest(slot))
         return Ready(slot=slot)
 
     def _ran(self, slot: Slot) -> Message:
-        backend, handle = self._reach(slot)
-        stream = self._parts.stream
-        env = dict(self._parts.env_of(slot, handle.backend))
-        env["PACELINE_STREAM"] = "1" if stream else "0"
         try:
-            ended = backend.run_remote(
-                handle, self._guest(slot).start, env=env, stream=stream, timeout_s=None
-            )
-            is_there = ended.code == 0 or backend.status(handle).state == InstanceState.RUNNING
-        except (SshUnreachableError, InstanceNotFoundError) as exc:
-            return Lost(slot=slot, reason=str(exc))
-        if is_there:
-            return Exited(slot=slot, code=ended.code)
-        return Lost(slot=slot, reason=f"machine {handle.label} is gone")
+            return Exited(slot=slot, code=self._attempted(slot))
+        except MachineLostError as exc:
+            return self._lost(slot, str(exc))
+
+    def _lost(self, slot: Slot, reason: str) -> Lost:
+        """Say why, as far as the provider tells; that it does not changes nothing else."""
+        try:
+            death = self._parts.rental.autopsy(self.machines[slot])
+        except PacelineError:
+            death = None
+        if death is None:
+            return Lost(slot=slot, reason=reason)
+        told = "; ".join(dict.fromkeys(filter(None, (reason, death.reason))))
+        return Lost(slot=slot, reason=told, cause=death.cause)
+
+    def _attempted(self, slot: Slot) -> int:
+        """Begin the role, or find it begun on a machine that was adopted; return how it ended."""
+        role = self._supervised(slot)
+        machine = self.machines[slot]
+        token = ""
+        if not (self._take_adopted(slot) and role.has_begun()):
+            token = self._parts.nonce()
+            self._parts.prepare(slot, *self._reach(slot), self._guest(slot))
+            role.begin(token, self._parts.env_of(slot, machine.backend))
+        self._inbox.put(Started(slot=slot))
+        with self._parts.passing(machine, self._guest(slot)):
+            return role.wait(token)
+
+    def _take_adopted(self, slot: Slot) -> bool:
+        """Return whether the slot's machine came with a role, the first time that it is asked."""
+        with self._lock:
+            was_adopted = slot in self._adopted
+            self._adopted.discard(slot)
+        return was_adopted
+
+    def _supervised(self, slot: Slot) -> Supervised:
+        backend, handle = self._reach(slot)
+        patience = self._parts.patience
+        if self._roles[slot].spot:
+            patience = replace(patience, ask_every_s=patience.ask_spot_every_s)
+        return Supervised(
+            backend, handle, self._guest(slot), clock=self._parts.clock, patience=patience
+        )
 
     def _replaced(self, slot: Slot) -> Message:
         try:
@@ -277,8 +389,7 @@ class Fleet:
         return self._ran(slot)
 
     def _stopped(self, slot: Slot) -> Message:
-        backend, handle = self._reach(slot)
-        backend.run_remote(handle, self._guest(slot).stop, stream=False, timeout_s=30)
+        self._supervised(slot).stop()
         return Ready(slot=slot)
 
     def _pulled(self, slot: Slot, out: Path, paths: Sequence[str]) -> Message:

@@ -1,11 +1,14 @@
 """What happened to a run on the operator's side, one JSON line per event, as it happens."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 
 from paceline.core.clock import Clock
+
+RUN_ENDING = "run.ending"
+"""Event of a run that was decided to end: whoever takes it up starts nothing again."""
 
 
 class Journal:
@@ -17,10 +20,15 @@ class Journal:
 
     def __init__(self, path: Path, *, clock: Clock) -> None:
         self._path = path
+        self._listener: Callable[[str, Mapping[str, object]], None] | None = None
         self._clock = clock
         self._lock = Lock()
         self._problem: str | None = None
         self._is_told = False
+
+    def listen(self, listener: Callable[[str, Mapping[str, object]], None]) -> None:
+        """Tell ``listener`` of every event from now on; it must neither block nor raise."""
+        self._listener = listener
 
     def record(self, name: str, fields: Mapping[str, object]) -> None:
         """Append one event."""
@@ -31,6 +39,8 @@ class Journal:
                     file.write(line + "\n")
             except OSError as exc:
                 self._problem = f"events are not recorded in {self._path}: {exc.strerror}"
+        if self._listener is not None:
+            self._listener(name, fields)
 
     def take_problem(self) -> str | None:
         """Return why events are lost, the first time that it is asked after one was."""

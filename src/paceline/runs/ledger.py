@@ -43,9 +43,12 @@ class RunLedger:
         try:
             self._store.commit(expect={key: ABSENT}, writes={key: _encode(record)})
         except ConflictError as exc:
-            raise UsageError(
-                f"run {record.run_id} exists already; choose another --run-id"
-            ) from exc
+            raise _taken(record.run_id) from exc
+
+    def refuse_taken(self, run_id: str) -> None:
+        """Raise UsageError when there is such a run."""
+        if self._store.get(PREFIX + run_id) is not None:
+            raise _taken(run_id)
 
     def get(self, run_id: str) -> RunRecord:
         """Return one run. Raises UsageError, naming those there are, when it is not on record."""
@@ -82,6 +85,12 @@ class RunLedger:
     def now_ms(self) -> int:
         """Return the store's clock."""
         return self._store.now_ms()
+
+
+def _taken(run_id: str) -> UsageError:
+    return UsageError(
+        f"run {run_id} exists already; choose another --run-id, or take it up with --resume"
+    )
 
 
 def _encode(record: RunRecord) -> bytes:

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
+"""Backends that cost nothing; every other one needs a budget."""
+
 
 class RoleKind(StrEnum):
     """What the end of a role means for the run."""
 
     TRAINER = "trainer"
-    """Its success ends the run, its failure fails it."""
+    """Its success ends the run, and its failure fails it unless it may be started again."""
     ROLLOUT = "rollout"
     """Serves until the trainer is done; restarted when it dies."""
     TASK = "task"
@@ -23,6 +26,19 @@ class RestartMode(StrEnum):
     NEVER = "never"
     ON_FAILURE = "on-failure"
     ALWAYS = "always"
+
+
+class Reach(StrEnum):
+    """How a role's machine is to be reached by the rest of its run, as the job file says."""
+
+    AUTO = "auto"
+    """Whatever works, tried when the machine is there."""
+    DIRECT = "direct"
+    """Others dial its address; it must be one that they reach."""
+    TUNNEL = "tunnel"
+    """Through the operator's computer."""
+    OBJECTSTORE = "objectstore"
+    """Not at all: weights go through a bucket."""
 
 
 class Outcome(StrEnum):
@@ -42,7 +58,9 @@ class Budget:
     soft_usd: float
     """Warn from here on."""
     hard_usd: float
-    """Tear everything down from here on."""
+    """Tear everything down before it is spent."""
+    grace_s: float = 120.0
+    """How long before the hard cap the end begins, so that artifacts can be pulled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +112,9 @@ class RoleSpec:
     min_inet_mbps: int = 500
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
+    reach: Reach = Reach.AUTO
+    install_paceline: bool = True
+    """With refit: bring this Paceline to the machine. False where the image has one."""
     boot_timeout_s: int = 1200
     setup_timeout_s: int = 1800
 
@@ -107,7 +128,26 @@ class ArtifactSpec:
     every_s: float | None = None
     """Also while the run lasts, this often; None: at the end alone."""
     keep: int = 4
-    """How many of the pulls made on the way are kept."""
+    """How many checkpoints of each role are kept, the newest."""
+    to: str | None = None
+    """URL of an object store that machines send checkpoints to; None: they are pulled here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifySpec:
+    """Who is told, beside the terminal, when something needs a person."""
+
+    command: str | None = None
+    """For the operator's shell; the event is its standard input."""
+    webhook: str | None = None
+    """URL that the event is posted to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadManSpec:
+    """When a machine that hears of nobody ends itself."""
+
+    after_s: float = 7200.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +159,8 @@ class JobSpec:
     budget: Budget | None = None
     refit: RefitSpec | None = None
     artifacts: ArtifactSpec = field(default_factory=ArtifactSpec)
+    notify: NotifySpec = field(default_factory=NotifySpec)
+    dead_man: DeadManSpec = field(default_factory=DeadManSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

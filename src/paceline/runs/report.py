@@ -1,10 +1,13 @@
 """The end of a run as one JSON object and one self-contained page. Pure: values in, text out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
 from paceline.runs.charts import Series, bar_chart, bytes_text, line_chart
+from paceline.runs.live import slot_json
+from paceline.runs.model import Budget
+from paceline.runs.plan import SlotView
 from paceline.runs.queries import EngineEnd, Installed, RunView, WeightState, short_name
 
 SCHEMA = "paceline.report.v1"
@@ -24,6 +27,10 @@ class RunFacts:
     wall_s: float
     cost_usd: float
     engines: tuple[EngineEnd, ...]
+    slots: tuple[SlotView, ...] = ()
+    budget: Budget | None = None
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    """The newest checkpoint that was kept of each slot while the run lasted."""
 
 
 def summary_of(view: RunView, facts: RunFacts) -> dict[str, object]:
@@ -53,6 +60,10 @@ def summary_of(view: RunView, facts: RunFacts) -> dict[str, object]:
         "mismatches": view.mismatches,
         "malformed_events": view.malformed,
         "refused": view.refused,
+        "budget_usd": None
+        if facts.budget is None
+        else {"soft": facts.budget.soft_usd, "hard": facts.budget.hard_usd},
+        "roles": [slot_json(slot, facts.checkpoints) for slot in facts.slots],
     }
 
 
@@ -111,6 +122,7 @@ def render_html(view: RunView, facts: RunFacts) -> str:
             "Root digest of every version, at the trainer and at each engine",
             _table(view, facts.run_id),
         ),
+        *([_section("Roles", _roles_table(facts))] if facts.slots else []),
     ]
     title = escape(facts.run_id)
     reason = escape(facts.reason)
@@ -173,7 +185,9 @@ def _tiles(view: RunView, facts: RunFacts) -> str:
         "mean reward, first 5 → last 5 steps": reward,
         "moved as deltas" + share: bytes_text(view.delta_bytes),
         "wall time": f"{facts.wall_s:.1f} s",
-        "cost": f"${facts.cost_usd:.2f}",
+        "cost": _cost(facts),
+        "restarts": str(sum(slot.restarts for slot in facts.slots)),
+        "machines lost": str(sum(slot.num_lost for slot in facts.slots)),
     }
     return (
         '<div class="tiles">'
@@ -183,6 +197,33 @@ def _tiles(view: RunView, facts: RunFacts) -> str:
             for name, value in tiles.items()
         )
         + "</div>"
+    )
+
+
+def _cost(facts: RunFacts) -> str:
+    of = "" if facts.budget is None else f" of ${facts.budget.hard_usd:.2f}"
+    return f"${facts.cost_usd:.2f}{of}"
+
+
+def _roles_table(facts: RunFacts) -> str:
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape('-' if v is None else str(v))}</td>" for v in row) + "</tr>"
+        for row in (
+            (
+                f"{found['role']}-{found['index']}",
+                found["phase"],
+                found["restarts"],
+                found["machines_lost"],
+                found["last_cause"],
+                found["checkpoint"],
+            )
+            for found in (slot_json(slot, facts.checkpoints) for slot in facts.slots)
+        )
+    )
+    return (
+        '<div class="scroll"><table><thead><tr><th>role</th><th>at the end</th><th>restarts</th>'
+        "<th>machines lost</th><th>the last one</th><th>newest checkpoint</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -1,29 +1,23 @@
 """One run from its first machine to its last: rent, bootstrap, watch, collect, tear down, always.
 
 ``plan.decide`` says what to do, ``Fleet`` does it in threads, and this file is the loop between
-them. Whatever ends a run (success, a failure, a signal, a bug) ends in ``_wind_down``, whose
-steps do not depend on each other's success: what cannot be collected is noted, and the machines
-go all the same.
+them. Whatever ends a run (success, a failure, a signal, a bug) ends in ``Ending``.
 """
 
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from threading import Thread
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError
-from paceline.refit.control.protocol import ControlPlane
-from paceline.refit.errors import ControlError
-from paceline.refit.model import Event, InstalledReport
-from paceline.rental import NotProvenGoneError
-from paceline.rental.records import Machine
-from paceline.runs.fleet import Broke, Exited, Failed, Fleet, Lost, Message, Ready, Rental
-from paceline.runs.journal import Journal
-from paceline.runs.model import JobSpec, Outcome, Slot, slots_of
+from paceline.runs.ending import Ending
+from paceline.runs.files import write_atomic
+from paceline.runs.fleet import Broke, Exited, Failed, Hitch, Lost, Message, Ready, Started
+from paceline.runs.happenings import Happenings
+from paceline.runs.journal import RUN_ENDING
+from paceline.runs.live import live_state
+from paceline.runs.model import Outcome, Slot, slots_of
 from paceline.runs.outcome import RunResult, conclude, judged
+from paceline.runs.parts import Limits, RunParts, Watcher
 from paceline.runs.plan import (
     Finish,
     Observation,
@@ -32,68 +26,27 @@ from paceline.runs.plan import (
     Retire,
     SlotView,
     Start,
+    after_exit,
+    after_loss,
+    after_postpone,
     decide,
+    died_of,
     ended,
+    is_crash_looping,
+    stop_from_outside,
 )
-from paceline.runs.queries import RunView, engines_at_end, view_of
+from paceline.runs.queries import engines_at_end
 from paceline.runs.report import RunFacts
 from paceline.runs.signals import Signals
 from paceline.store.protocol import StoreError
 
+__all__ = ["Limits", "RunDriver", "RunParts", "Watcher"]
+
 TICK_S = 0.25
 COST_EVERY_S = 5.0
-EVENTS_PAGE = 1000
-PAGES_MAX = 100
+LIVE_EVERY_S = 1.0
 STOPPED = frozenset({0, 130, 143})
 """How a role ends that was asked to: by itself, or by SIGINT or SIGTERM."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How long the steps of an ending may take."""
-
-    catch_up_s: float = 10.0
-    """For engines to install the last version after the trainer is done."""
-    grace_s: float = 10.0
-    """For roles to end after they were asked to."""
-    pull_s: float = 300.0
-    """For everything to be brought back."""
-    gone_s: float = 120.0
-    """For machines to be seen gone, on top of what one that is still booting may take."""
-    destroy_every_s: float = 15.0
-    """For one machine's teardown, before it is asked for again."""
-
-
-class Watcher(Protocol):
-    """Who is told how a run goes; called from the driver's thread."""
-
-    def note(self, text: str) -> None:
-        """Take one line about something that happened."""
-        ...
-
-    def progress(self, view: RunView, slots: Sequence[SlotView]) -> None:
-        """Take the present state of everything."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
-    """What a run is driven with."""
-
-    job: JobSpec
-    run_id: str
-    out: Path
-    """Local directory for logs, artifacts and the report."""
-    clock: Clock
-    rental: Rental
-    fleet: Fleet
-    control: ControlPlane | None
-    watcher: Watcher
-    journal: Journal
-    started_at: str
-    redact: Callable[[str], str]
-    """Takes this run's tokens out of a text."""
-    limits: Limits = Limits()
 
 
 class RunDriver:
@@ -112,20 +65,33 @@ class RunDriver:
             )
             for slot, role in slots_of(parts.job).items()
         }
-        self._events: list[Event] = []
-        self._view = view_of(())
-        self._num_seen = 0
-        self._installed: Sequence[InstalledReport] = ()
+        self._happenings = Happenings(
+            parts.control,
+            model_name=None if parts.job.refit is None else parts.job.refit.model,
+            note=self.note,
+        )
         self._cost_usd = 0.0
+        self._burn_dph = 0.0
         self._cost_due_s = 0.0
-        self._pull_due_s: float | None = None
-        self._num_pulls = 0
-        self._pulls: list[Thread] = []
-        self._is_control_down = False
+        self._cost_read_s = parts.clock.monotonic()
+        self._is_cost_guessed = False
+        self._live_due_s = 0.0
         self._is_ending = False
         self._is_unheard = False
-        self._failures: list[Failed] = []
+        self._has_warned = False
+        self._told_hitches: dict[Slot, str] = {}
+        self.hitches: list[Hitch] = []
         self._bugs: list[BaseException] = []
+
+    @property
+    def views(self) -> Mapping[Slot, SlotView]:
+        """Every slot as it is now."""
+        return self._views
+
+    @property
+    def num_repeats(self) -> int:
+        """How many signals came after the first."""
+        return self._signals.num_repeats
 
     def execute(self) -> RunResult:
         """Run the job to its end and tear everything down.
@@ -137,12 +103,14 @@ class RunDriver:
         finish = Finish(outcome=Outcome.FAILED, status=ExitStatus.FAILED, reason="a bug, see above")
         with self._signals:
             try:
-                finish = self._until_finish()
+                finish = self._parts.ending or self._until_finish()
             except PacelineError as exc:
                 finish = Finish(outcome=Outcome.FAILED, status=exc.exit_status, reason=str(exc))
             finally:
                 finish = self._wind_down(finish)
-        return self._result(judged(finish, self._view), self._parts.clock.monotonic() - begun_s)
+        return self._result(
+            judged(finish, self._happenings.view), self._parts.clock.monotonic() - begun_s
+        )
 
     def _until_finish(self) -> Finish:
         for step in (self._rent, self._bootstrap):
@@ -153,11 +121,32 @@ class RunDriver:
             self._start(slot)
         if len(self._views) > 1:
             shown = f"paceline logs {self._parts.run_id} --role ROLE -f"
-            self._note(f"all roles are started; to see what one prints: {shown}")
+            self.note(f"all roles are started; to see what one prints: {shown}")
         return self._watch()
 
+    def _wind_down(self, finish: Finish) -> Finish:
+        self._is_ending = True
+        self._record_cause(finish)
+        told = {"outcome": finish.outcome, "status": finish.status, "reason": finish.reason}
+        self._parts.journal.record(RUN_ENDING, told)
+        finish = Ending(self._parts, self).run(finish)
+        if self._bugs:
+            raise self._bugs[0]
+        return finish
+
+    def _record_cause(self, finish: Finish) -> None:
+        """Put on record what ends a run before its time and may need a person."""
+        view = None if finish.slot is None else self._views.get(finish.slot)
+        if view is not None and is_crash_looping(view):
+            self._record("role.crash_loop", view.slot, code=view.code, times=view.fast_exits)
+        if finish.pull_s is not None and self._parts.job.budget is not None:
+            hard_usd = self._parts.job.budget.hard_usd
+            self._parts.journal.record(
+                "budget.hard", {"spent_usd": self._cost_usd, "hard_usd": hard_usd}
+            )
+
     def _rent(self) -> Finish | None:
-        self._note(f"renting {len(self._views)} machines")
+        self.note(f"renting {len(self._views)} machines")
         for slot in self._views:
             self._parts.fleet.rent(slot)
         return self._await_ready("rented")
@@ -168,23 +157,28 @@ class RunDriver:
         return self._await_ready("set up")
 
     def _await_ready(self, what: str) -> Finish | None:
-        """Wait until every slot is Ready; the first that is not ends the run."""
+        """Wait until every slot is Ready; the first that is not, or money, ends the run."""
         waiting = set(self._views)
         while waiting:
             message = self._next_message()
-            if self._signals.received is not None:
-                return decide(self._observe())[0]  # type: ignore[return-value]  # a Finish alone
+            self._poll()
+            finish = stop_from_outside(self._observe())
+            if finish is not None:
+                return finish
             if isinstance(message, Ready):
                 waiting.discard(message.slot)
-                self._note(f"{message.slot} is {what}")
+                self.note(f"{message.slot} is {what}")
             elif isinstance(message, Failed):
                 return _failed(message)
+            else:
+                self._take(message)
         return None
 
     def _watch(self) -> Finish:
         while True:
             self._take(self._next_message())
             self._poll()
+            self._poll_pulls()
             self._tell(self._show_progress)
             for action in decide(self._observe()):
                 match action:
@@ -197,25 +191,53 @@ class RunDriver:
                     case Retire():
                         self._move(action.slot, Phase.DONE)
 
+    def take_next(self, *, timeout_s: float | None = None) -> bool:
+        """Take the next message in; False when there was none in time."""
+        message = self._next_message(timeout_s=TICK_S if timeout_s is None else timeout_s)
+        self._take(message)
+        return message is not None
+
     def _take(self, message: Message | None) -> None:
         """Put what happened into the slot's view."""
         match message:
+            case Started(slot=slot):
+                self._take_start(slot)
             case Exited(slot=slot, code=code):
-                view = self._views[slot]
-                self._views[slot] = replace(view, phase=Phase.EXITED, code=code)
-                self._record("role.exited", slot, code=code, attempt=view.restarts)
-                is_stopped = self._is_ending and code in STOPPED
-                self._note(f"{slot} is stopped" if is_stopped else f"{slot} {ended(code)}")
+                self._take_exit(slot, code)
             case Lost(slot=slot, reason=reason):
-                self._move(slot, Phase.LOST)
-                self._note(f"{slot} lost: {reason}")
+                self._take_loss(message)
+                self.note(f"{slot} lost: {reason}")
             case Failed(slot=slot, error=error):
-                self._failures.append(message)
+                self.note(f"{slot}: {error}")
                 if self._views[slot].phase is Phase.RUNNING:
-                    self._move(slot, Phase.LOST)
-                self._note(f"{slot}: {error}")
+                    self._take_loss(Lost(slot=slot, reason=str(error)))
+            case Hitch():
+                self._take_hitch(message)
             case Ready() | Broke() | None:
                 pass
+
+    def _take_start(self, slot: Slot) -> None:
+        now_s = self._parts.clock.monotonic()
+        self._views[slot] = replace(self._views[slot], started_s=now_s)
+
+    def _take_hitch(self, hitch: Hitch) -> None:
+        """Note it once: what fails on a schedule fails in the same words again and again."""
+        self.hitches.append(hitch)
+        if self._told_hitches.get(hitch.slot) != str(hitch.error):
+            self.note(f"{hitch.slot}: {hitch.error}")
+        self._told_hitches[hitch.slot] = str(hitch.error)
+
+    def _take_exit(self, slot: Slot, code: int) -> None:
+        now_s = self._parts.clock.monotonic()
+        view = self._views[slot] = after_exit(self._views[slot], code, now_s=now_s)
+        self._record("role.exited", slot, code=code, attempt=view.restarts)
+        is_stopped = self._is_ending and code in STOPPED
+        self.note(f"{slot} is stopped" if is_stopped else f"{slot} {ended(code)}")
+
+    def _take_loss(self, lost: Lost) -> None:
+        now_s = self._parts.clock.monotonic()
+        self._views[lost.slot] = after_loss(self._views[lost.slot], lost.cause, now_s=now_s)
+        self._record("machine.lost", lost.slot, cause=lost.cause.value, reason=lost.reason)
 
     def _next_message(self, *, timeout_s: float = TICK_S) -> Message | None:
         message = self._parts.fleet.next_message(timeout_s=timeout_s)
@@ -228,35 +250,35 @@ class RunDriver:
         return message
 
     def _observe(self) -> Observation:
-        budget = self._parts.job.budget
         return Observation(
             now_s=self._parts.clock.monotonic(),
             slots=tuple(self._views.values()),
             signal=self._signals.received,
             spent_usd=self._cost_usd,
-            hard_usd=None if budget is None else budget.hard_usd,
+            burn_dph=self._burn_dph,
+            budget=self._parts.job.budget,
+            chance=self._parts.chance(),
         )
 
     def _postpone(self, action: Postpone) -> None:
-        view = self._views[action.slot]
-        self._views[action.slot] = replace(
-            view,
-            phase=Phase.WAITING,
-            restarts=view.restarts + 1,
-            due_s=self._parts.clock.monotonic() + action.delay_s,
-            machine_lost=action.replace,
+        now_s = self._parts.clock.monotonic()
+        view = self._views[action.slot] = after_postpone(
+            self._views[action.slot], action, now_s=now_s
         )
-        self._note(
-            f"{action.slot}: {action.reason}; starting it again in {action.delay_s:g} s "
-            f"({view.restarts + 1} of {view.max_restarts})"
+        count = f"{view.restarts} of {view.max_restarts}"
+        if action.replace:
+            count = f"machine {view.num_lost + 1}"
+        self.note(
+            f"{action.slot}: {action.reason}; starting it again in {action.delay_s:.1f} s ({count})"
         )
 
     def _start(self, slot: Slot, *, replace_machine: bool = False) -> None:
-        self._move(slot, Phase.RUNNING)
-        attempt = self._views[slot].restarts
-        self._record("role.started", slot, attempt=attempt)
+        now_s = self._parts.clock.monotonic()
+        view = replace(self._views[slot], phase=Phase.RUNNING, started_s=now_s)
+        self._views[slot] = view
+        self._record("role.started", slot, attempt=view.restarts)
         if replace_machine:
-            self._record("role.replaced", slot, attempt=attempt, reason="machine lost")
+            self._record("role.replaced", slot, attempt=view.num_lost, reason=died_of(view.cause))
             self._parts.fleet.replace(slot)
         else:
             self._parts.fleet.start(slot)
@@ -267,208 +289,85 @@ class RunDriver:
     def _move(self, slot: Slot, phase: Phase) -> None:
         self._views[slot] = replace(self._views[slot], phase=phase)
 
+    def is_caught_up(self) -> bool:
+        """Say whether every live engine serves the last version."""
+        return self._happenings.is_caught_up()
+
+    def look(self) -> None:
+        """Read events and cost now."""
+        self._happenings.poll()
+        self._poll_cost()
+
     def _poll(self) -> None:
-        """Look at what changes by itself: events, cost, pulls that are due."""
+        """Look at what changes by itself: events, cost, and beats that are due."""
         now_s = self._parts.clock.monotonic()
-        self._poll_events()
+        self._happenings.poll()
         if problem := self._parts.journal.take_problem():
-            self._note(problem)
+            self.note(problem)
         if now_s >= self._cost_due_s:
             self._cost_due_s = now_s + COST_EVERY_S
             self._poll_cost()
-        self._poll_pulls(now_s)
-
-    def _poll_pulls(self, now_s: float) -> None:
-        """Begin a pull when one is due and none is under way, and drop the oldest."""
-        every_s = self._parts.job.artifacts.every_s
-        if every_s is None:
-            return
-        if self._pull_due_s is None:
-            self._pull_due_s = now_s + every_s
-        if now_s < self._pull_due_s or any(pull.is_alive() for pull in self._pulls):
-            return
-        self._pull_due_s = now_s + every_s
-        pulls = self._parts.out / "pulls"
-        self._num_pulls += 1
-        self._pulls = self._pull_to(pulls / f"{self._num_pulls:04d}")
-        for old in sorted(pulls.glob("[0-9]*"))[: -self._parts.job.artifacts.keep]:
-            shutil.rmtree(old, onerror=lambda _, path, why: self._note(f"{path}: {why[1]}"))
-
-    def _poll_events(self) -> None:
-        if self._parts.control is None:
-            return
-        try:
-            fresh = self._fresh_events(self._parts.control)
-        except ControlError as exc:
-            if not self._is_control_down:
-                self._note(f"control service: {exc}")
-            self._is_control_down = True
-            return
-        self._is_control_down = False
-        if fresh:
-            self._events += fresh
-            self._num_seen = fresh[-1].index
-            self._view = view_of(self._events)
-
-    def _fresh_events(self, control: ControlPlane) -> list[Event]:
-        fresh: list[Event] = []
-        for _ in range(PAGES_MAX):
-            after = fresh[-1].index if fresh else self._num_seen
-            page = control.list_events(after=after, limit=EVENTS_PAGE)
-            fresh += page
-            if len(page) < EVENTS_PAGE:
-                break
-        if self._parts.job.refit is not None:
-            self._installed = control.list_installed(self._parts.job.refit.model)
-        return fresh
+        self._parts.beats.poll()
+        if now_s >= self._live_due_s:
+            self._live_due_s = now_s + LIVE_EVERY_S
+            self._write_live()
 
     def _poll_cost(self) -> None:
-        before = self._cost_usd
-        self._cost_usd = self._parts.rental.cost_usd(self._parts.run_id)
+        self._read_cost()
         budget = self._parts.job.budget
-        if budget is not None and before < budget.soft_usd <= self._cost_usd:
-            self._note(f"the soft cap of {budget.soft_usd:.2f} USD is reached")
-
-    # The end. Each step notes what it cannot do, and the next one runs all the same.
-
-    def _wind_down(self, finish: Finish) -> Finish:
-        self._is_ending = True
-        self._note(f"ending: {finish.reason}")
-        steps = (
-            lambda: self._catch_up(finish),
-            self._stop_roles,
-            self._poll_events,
-            self._pull_finally,
-            self._poll_cost,
-        )
-        errors: list[PacelineError | None] = []
-        try:
-            errors += [self._attempt(step) for step in steps]
-        finally:
-            errors.append(self._attempt(self._destroy_all))
-        if self._bugs:
-            raise self._bugs[0]
-        told = [error for error in errors if error is not None]
-        if not told:
-            return finish
-        worst = max(told, key=lambda error: error.exit_status)
-        is_worse = finish.status is ExitStatus.OK or isinstance(worst, NotProvenGoneError)
-        reasons = "; ".join((finish.reason, *map(str, told)))
-        return replace(
-            finish, status=worst.exit_status if is_worse else finish.status, reason=reasons
-        )
-
-    def _attempt(self, step: Callable[[], None]) -> PacelineError | None:
-        try:
-            step()
-        except PacelineError as exc:
-            self._note(str(exc))
-            return exc
-        return None
-
-    def _catch_up(self, finish: Finish) -> None:
-        """After a success, give every live engine a moment to install the last version."""
-        if finish.outcome is not Outcome.SUCCEEDED or self._parts.control is None:
+        if budget is None or self._has_warned or self._cost_usd < budget.soft_usd:
             return
-
-        def is_done() -> bool:
-            self._poll_events()
-            last = self._view.states[-1].version.root_digest if self._view.states else None
-            return last is None or all(one.root_digest == last for one in self._installed)
-
-        self._wait(is_done, self._parts.limits.catch_up_s)
-
-    def _stop_roles(self) -> None:
-        machines = self._parts.fleet.machines
-        for slot, view in self._views.items():
-            if view.phase is Phase.RUNNING and slot in machines:
-                self._parts.fleet.stop(slot)
-        self._wait(
-            lambda: all(view.phase is not Phase.RUNNING for view in self._views.values()),
-            self._parts.limits.grace_s,
+        self._has_warned = True
+        told = {"spent_usd": self._cost_usd, "soft_usd": budget.soft_usd}
+        self._parts.journal.record("budget.soft", {**told, "burn_dph": self._burn_dph})
+        self.note(
+            f"the soft cap of {budget.soft_usd:.2f} USD is reached, at {self._burn_dph:.2f} USD an "
+            f"hour; everything ends at {budget.hard_usd:.2f} USD"
         )
 
-    def _pull_finally(self) -> None:
-        """Bring everything back; raises PreflightError when something is still missing then."""
-        self._failures.clear()
-        lost = {view.slot for view in self._views.values() if view.phase is Phase.LOST}
-        pulls = self._pull_to(self._parts.out)
-        if not self._wait(
-            lambda: not any(pull.is_alive() for pull in pulls), self._parts.limits.pull_s
-        ):
-            raise PreflightError(
-                f"artifacts were not all pulled within {self._parts.limits.pull_s:g} s"
-            )
-        while message := self._next_message(timeout_s=0.0):
-            self._take(message)  # of pulls that ended before they were waited for
-        missing = [failure for failure in self._failures if failure.slot not in lost]
-        if missing:
-            told = "; ".join(f"{failure.slot}: {failure.error}" for failure in missing)
-            raise PreflightError(f"artifacts were not all pulled: {told}")
-
-    def _pull_to(self, out: Path) -> list[Thread]:
-        paths = self._parts.job.artifacts.pull
-        return [self._parts.fleet.pull(slot, out, paths) for slot in self._parts.fleet.machines]
-
-    def _destroy_all(self) -> None:
-        """End every machine on record and see it gone, those too that are still coming up.
-
-        An intent whose create call is under way is left alone until the call has answered: to
-        look for its machine now could prove wrongly that there is none.
-        """
-        due_s: dict[str, float] = {}
-        self._parts.rental.stop_renting(self._parts.run_id)
-
-        def is_gone() -> bool:
-            renting, now_s = self._parts.fleet.renting, self._parts.clock.monotonic()
-            left = self._left()
-            for machine in left:
-                is_known = machine.instance is not None
-                is_coming = Slot(role=machine.role, index=machine.index) in renting
-                if (is_known or not is_coming) and now_s >= due_s.get(machine.label, 0.0):
-                    due_s[machine.label] = now_s + self._parts.limits.destroy_every_s
-                    self._parts.fleet.destroy(machine)
-            return not left and not renting
-
-        boot_s = max(role.boot_timeout_s for role in self._parts.job.roles)
-        if not self._wait(
-            is_gone, self._parts.limits.gone_s + (boot_s if self._parts.fleet.renting else 0)
-        ):
-            left = ", ".join(machine.label for machine in self._left())
-            raise NotProvenGoneError(
-                f"not proven gone and maybe still billing: {left}; run paceline gc --yes"
-            )
-        unrecorded = self._parts.fleet.unrecorded
-        if unrecorded:
-            raise PreflightError("; ".join(map(str, unrecorded.values())))
-
-    def _left(self) -> list[Machine]:
-        """Return the machines that are not seen gone yet: by the record, else by what we rented."""
+    def _read_cost(self) -> None:
+        """Read what was spent; while the record cannot be read, reckon with what was burning."""
+        rental, run_id = self._parts.rental, self._parts.run_id
+        now_s = self._parts.clock.monotonic()
+        since_s, self._cost_read_s = now_s - self._cost_read_s, now_s
         try:
-            known = self._parts.rental.machines(self._parts.run_id)
+            self._cost_usd = rental.cost_usd(run_id)
+            self._burn_dph = sum(machine.offer.dph for machine in rental.machines(run_id))
+            self._is_cost_guessed = False
         except StoreError as exc:
-            self._note(str(exc))
-            known = tuple(self._parts.fleet.machines.values())
-        unrecorded = self._parts.fleet.unrecorded
-        return [machine for machine in known if machine.label not in unrecorded]
+            self._cost_usd += self._burn_dph * since_s / 3600
+            if not self._is_cost_guessed:
+                self.note(f"what this run costs is reckoned, not read: {exc}")
+            self._is_cost_guessed = True
 
-    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Take messages until ``is_done``; False when it was not in time."""
-        deadline = self._parts.clock.monotonic() + timeout_s
-        repeats = self._signals.num_repeats
-        while not is_done():
-            if self._parts.clock.monotonic() >= deadline:
-                return False
-            self._take(self._next_message())
-            if self._signals.num_repeats > repeats:
-                repeats = self._signals.num_repeats
-                self._note("teardown is under way and will not be skipped")
-        return True
+    def _poll_pulls(self) -> None:
+        if self._parts.puller is not None:
+            running = [slot for slot, view in self._views.items() if view.phase is Phase.RUNNING]
+            self._parts.puller.poll(self._parts.clock.monotonic(), running)
+
+    def _write_live(self) -> None:
+        """Tell whoever asks how it stands; that a state cannot be told ends nothing."""
+        if self._parts.live is None:
+            return
+        found = live_state(
+            tuple(self._views.values()),
+            at_s=self._parts.clock.time(),
+            spent_usd=self._cost_usd,
+            burn_dph=self._burn_dph,
+            checkpoints=self._parts.puller.told if self._parts.puller else {},
+            view=self._happenings.view,
+        )
+        try:
+            write_atomic(self._parts.live, json.dumps(found))
+        except PreflightError as exc:
+            self._parts.journal.record("watcher.lost", {"reason": str(exc)})
+            self._live_due_s = float("inf")
 
     def _show_progress(self) -> None:
-        self._parts.watcher.progress(self._view, tuple(self._views.values()))
+        self._parts.watcher.progress(self._happenings.view, tuple(self._views.values()))
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Tell whoever watches."""
         self._tell(lambda: self._parts.watcher.note(self._parts.redact(text)))
 
     def _tell(self, say: Callable[[], None]) -> None:
@@ -494,7 +393,10 @@ class RunDriver:
             started_at=self._parts.started_at,
             wall_s=wall_s,
             cost_usd=self._cost_usd,
-            engines=engines_at_end(self._view, self._installed),
+            engines=engines_at_end(self._happenings.view, self._happenings.installed),
+            slots=tuple(self._views.values()),
+            budget=self._parts.job.budget,
+            checkpoints=self._parts.puller.told if self._parts.puller else {},
         )
         self._parts.journal.record(
             "run.finished",
@@ -505,7 +407,9 @@ class RunDriver:
                 "cost_usd": facts.cost_usd,
             },
         )
-        return conclude(finish, self._view, facts, out=self._parts.out, redact=self._parts.redact)
+        return conclude(
+            finish, self._happenings.view, facts, out=self._parts.out, redact=self._parts.redact
+        )
 
 
 def _failed(message: Failed) -> Finish:

@@ -28,21 +28,25 @@ from paceline.core.errors import UsageError
 from paceline.rental.catalogue import parse_target
 from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
+    FREE_BACKENDS,
     ArtifactSpec,
     Budget,
+    DeadManSpec,
     JobSpec,
+    NotifySpec,
+    Reach,
     RefitSpec,
     RestartMode,
     RoleKind,
     RoleSpec,
 )
 
-FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
-"""Backends that cost nothing; every other one needs a budget."""
 HARD_OVER_SOFT = 1.5
 BUCKET_SCHEMES = ("s3", "gs", "az", "file")
 PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
+DEAD_MAN_S_MIN = 5.0
+STORE_SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
 # Names become part of run ids and of machine labels, which providers limit.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
@@ -82,15 +86,19 @@ def load_job(path: Path, *, backends: Collection[str]) -> JobSpec:
         UsageError: it cannot be read.
         SpecError: it is wrong.
     """
+    around = Surroundings(base=path.resolve().parent, backends=backends, is_dir=is_dir)
+    return parse_job(read_text(path), source=str(path), around=around)
+
+
+def read_text(path: Path) -> bytes:
+    """Return what is in a job file. Raises UsageError."""
     try:
         with path.open("rb") as file:
-            data = file.read(BYTES_MAX + 1)
+            return file.read(BYTES_MAX + 1)
     except OSError as exc:
         raise UsageError(
             f"cannot read job file {path}: {exc.strerror}; give the path of a YAML job file"
         ) from exc
-    around = Surroundings(base=path.resolve().parent, backends=backends, is_dir=_is_dir)
-    return parse_job(data, source=str(path), around=around)
 
 
 def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
@@ -104,15 +112,12 @@ def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     raise SpecError(source, problems)
 
 
-def job_of_command(
-    role: Mapping[str, object], *, budget_usd: float | None, backends: Collection[str]
-) -> JobSpec:
-    """Return the job of one machine and one command. Raises SpecError, as for a job file."""
+def text_of_command(role: Mapping[str, object], *, budget_usd: float | None) -> bytes:
+    """Return the job file of one machine and one command."""
     job: dict[str, object] = {"name": "run", "roles": {"task": dict(role)}}
     if budget_usd is not None:
         job["budget"] = {"soft_usd": budget_usd, "hard_usd": budget_usd}
-    around = Surroundings(base=Path(), backends=backends, is_dir=_is_dir)
-    return parse_job(json.dumps(job).encode(), source="command line", around=around)
+    return json.dumps(job).encode()
 
 
 def duration_s(value: object) -> object:
@@ -206,6 +211,18 @@ def _bucket_url(value: str) -> str:
     return value
 
 
+def _web_address(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("expected an address that begins with https:// or http://")
+    return value
+
+
+def _store_address(value: str) -> str:
+    if not value.startswith(STORE_SCHEMES):
+        raise ValueError(f"expected the URL of an object store: {', '.join(STORE_SCHEMES)}...")
+    return value
+
+
 _Text = Annotated[str, AfterValidator(_blank)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Duration = Annotated[float, BeforeValidator(duration_s), Field(gt=0, le=30 * 86400.0)]
@@ -222,11 +239,23 @@ class _Top(_Section):
     budget: Any = None
     refit: Any = None
     artifacts: Any = None
+    notify: Any = None
+    dead_man: Any = None
 
 
 class _Budget(_Section):
     soft_usd: _Positive
     hard_usd: _Positive | None = None
+    grace: _Duration = 120.0
+
+
+class _Notify(_Section):
+    command: _Text | None = None
+    webhook: Annotated[_Text, AfterValidator(_web_address)] | None = None
+
+
+class _DeadMan(_Section):
+    after: Annotated[_Duration, Field(ge=DEAD_MAN_S_MIN)] = 7200.0
 
 
 class _Refit(_Section):
@@ -264,6 +293,8 @@ class _Role(_Section):
     min_inet_mbps: Annotated[int, Field(ge=0, le=1_000_000)] = 500
     restart: Literal["never", "on-failure", "always"] | None = None
     max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    reach: Literal["auto", "direct", "tunnel", "objectstore"] = "auto"
+    install_paceline: bool = True
     boot_timeout: _Duration = 1200.0
     setup_timeout: _Duration = 1800.0
 
@@ -272,6 +303,7 @@ class _Artifacts(_Section):
     pull: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_inside)] = []
     every: _Duration | None = None
     keep: _Count = 4
+    to: Annotated[_Text, AfterValidator(_store_address)] | None = None
 
 
 _SectionT = TypeVar("_SectionT", bound=_Section)
@@ -292,6 +324,8 @@ class _Checker:
         budget = self._optional(_Budget, "budget", top.budget)
         refit = self._optional(_Refit, "refit", top.refit)
         artifacts = self._optional(_Artifacts, "artifacts", top.artifacts)
+        notify = self._optional(_Notify, "notify", top.notify)
+        dead_man = self._optional(_DeadMan, "dead_man", top.dead_man)
         found = {
             name: self._section(_Role, ("roles", name), value) for name, value in top.roles.items()
         }
@@ -313,6 +347,8 @@ class _Checker:
             budget=_budget(budget),
             refit=None if refit is None else _refit(refit),
             artifacts=ArtifactSpec() if artifacts is None else _artifacts(artifacts),
+            notify=NotifySpec(**notify.model_dump()) if notify else NotifySpec(),
+            dead_man=DeadManSpec(after_s=dead_man.after) if dead_man else DeadManSpec(),
         )
 
     def _what_is_there(self) -> _Top:
@@ -322,7 +358,7 @@ class _Checker:
         return _Top(
             name=name if isinstance(name, str) else "unnamed",
             roles=roles if isinstance(roles, dict) else {},
-            **{key: given.get(key) for key in ("budget", "refit", "artifacts")},
+            **{key: given.get(key) for key in _Top.model_fields if key not in {"name", "roles"}},
         )
 
     def _check_canonical(self, refit: _Refit) -> None:
@@ -348,8 +384,11 @@ class _Checker:
                     "add at the top: budget: {soft_usd: 5, hard_usd: 8}, or to the command: "
                     "--budget-usd 8",
                 )
-            if kinds[name] is RoleKind.TRAINER and (role.restart or "never") != "never":
-                self._say(("roles", name, "restart"), "a trainer is not restarted; say never")
+            if kinds[name] is RoleKind.TRAINER and role.restart == "always":
+                self._say(
+                    ("roles", name, "restart"),
+                    "a trainer that is done ends the run; say on-failure or never",
+                )
         trainers = [name for name, kind in kinds.items() if kind is RoleKind.TRAINER]
         machines = sum(roles[name].count for name in trainers)
         if machines > 1:
@@ -453,6 +492,8 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
         min_inet_mbps=role.min_inet_mbps,
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
+        reach=Reach(role.reach),
+        install_paceline=role.install_paceline,
         boot_timeout_s=math.ceil(role.boot_timeout),
         setup_timeout_s=math.ceil(role.setup_timeout),
     )
@@ -462,7 +503,7 @@ def _budget(budget: _Budget | None) -> Budget | None:
     if budget is None:
         return None
     hard = budget.soft_usd * HARD_OVER_SOFT if budget.hard_usd is None else budget.hard_usd
-    return Budget(soft_usd=budget.soft_usd, hard_usd=hard)
+    return Budget(soft_usd=budget.soft_usd, hard_usd=hard, grace_s=budget.grace)
 
 
 def _refit(refit: _Refit) -> RefitSpec:
@@ -471,10 +512,16 @@ def _refit(refit: _Refit) -> RefitSpec:
 
 
 def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
-    return ArtifactSpec(pull=tuple(artifacts.pull), every_s=artifacts.every, keep=artifacts.keep)
+    return ArtifactSpec(
+        pull=tuple(artifacts.pull),
+        every_s=artifacts.every,
+        keep=artifacts.keep,
+        to=artifacts.to,
+    )
 
 
-def _is_dir(path: Path) -> bool:
+def is_dir(path: Path) -> bool:
+    """Return whether there is such a directory; a name that cannot be one is none."""
     try:
         return path.is_dir()
     except OSError:  # a name that no file system takes

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import MissingExtraError, PacelineError, UsageError
+from paceline.core.errors import MissingExtraError, PacelineError, PreflightError, UsageError
 from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
 from paceline.rental.drivers.ending import Proof
 from paceline.rental.market import ask_all
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
+from paceline.runs.adopt import ORDER_FILE
 from paceline.runs.bootstrap import CONTROL_SECRETS, KIT_PREFIX
 from paceline.runs.ledger import RunLedger, RunRecord
-from paceline.runs.owner import owner_pid
+from paceline.runs.owner import Owner, owner_of
 
 DOWN_TIMEOUT_S = 300.0
 LIST_TIMEOUT_S = 60.0
@@ -154,7 +155,7 @@ def find_left_overs(keeping: Keeping, backends: Iterable[str]) -> Found:
     now_s = keeping.clock.time()
     left: list[LeftOver] = []
     for run_id in sorted(look_at):
-        if owner_pid(keeping.run_dir(run_id)) is None:
+        if owner_of(keeping.run_dir(run_id), clock=keeping.clock) is None:
             keeping.rental.reconcile(run_id=run_id)
             left += [_left_over(one, now_s) for one in keeping.rental.machines(run_id)]
     return Found(
@@ -189,8 +190,11 @@ def close_ended(keeping: Keeping) -> None:
     """Put an end on record for every run that has no driver and no machine any more."""
     for run in keeping.ledger.list():
         run_dir = keeping.run_dir(run.run_id)
-        is_over = run.outcome is not None or owner_pid(run_dir) is not None
-        if not is_over and not keeping.rental.machines(run.run_id):
+        if run.outcome is not None:
+            (run_dir / ORDER_FILE).unlink(missing_ok=True)  # of a driver killed in its last moment
+            continue
+        is_driven = owner_of(run_dir, clock=keeping.clock) is not None
+        if not is_driven and not keeping.rental.machines(run.run_id):
             keeping.ledger.abandon(run, reason="its driver went away; cleaned up afterwards")
             _remove_secrets(run_dir)
 
@@ -199,6 +203,7 @@ def _remove_secrets(run_dir: Path) -> None:
     """Remove a killed driver's tokens, also those that were on their way to machines."""
     for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
         shutil.rmtree(folder)
+    (run_dir / ORDER_FILE).unlink(missing_ok=True)
 
 
 def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list[InstanceHandle]:
@@ -267,13 +272,12 @@ def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> list[Proof]:
     """
     keeping.ledger.get(run_id)
     run_dir = keeping.run_dir(run_id)
-    pid = owner_pid(run_dir)
-    if pid is not None:
-        # The lock says that this process lives and is the one that took it.
-        os.kill(pid, signal.SIGTERM)
+    owner = owner_of(run_dir, clock=clock)
+    if owner is not None:
+        _ask_to_end(owner, run_id)
         wait_until(
-            lambda: owner_pid(run_dir) is None,
-            what=f"run {run_id}: its driver, process {pid}, was asked to end it",
+            lambda: owner_of(run_dir, clock=clock) is None,
+            what=f"run {run_id}: its driver, {owner}, was asked to end it",
             clock=clock,
             timeout_s=DOWN_TIMEOUT_S,
             interval_s=0.2,
@@ -285,3 +289,15 @@ def end_run(keeping: Keeping, run_id: str, *, clock: Clock) -> list[Proof]:
     ]
     close_ended(keeping)
     return [proof for proof in proofs if proof is not None]
+
+
+def _ask_to_end(owner: Owner, run_id: str) -> None:
+    """Tell a driver to end its run. Raises PreflightError for one that we cannot tell anything."""
+    if not owner.is_here:
+        raise PreflightError(
+            f"run {run_id} is driven by {owner}; end it there with paceline down, or, when that "
+            "computer is gone, wait a minute and try again"
+        )
+    if owner.pid > 0:
+        # The lock says that this process lives and is the one that took it.
+        os.kill(owner.pid, signal.SIGTERM)

@@ -40,8 +40,16 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "role.started": ("role", "index", "attempt"),
     "role.exited": ("role", "index", "code", "attempt"),
     "role.replaced": ("role", "index", "attempt", "reason"),
-    "artifacts.pulled": ("role", "index", "path"),
+    "role.crash_loop": ("role", "index", "code", "times"),
+    "machine.lost": ("role", "index", "cause", "reason"),
+    "deadman.armed": ("role", "index", "after_s", "guarantee"),
+    "checkpoint.pulled": ("role", "index", "path", "num_bytes"),
+    "checkpoint.stored": ("role", "index"),
+    "budget.soft": ("spent_usd", "soft_usd", "burn_dph"),
+    "budget.hard": ("spent_usd", "hard_usd"),
+    "notify.failed": ("reason",),
     "watcher.lost": ("reason",),
+    "run.ending": ("outcome", "status", "reason"),
     "run.finished": ("outcome", "reason", "wall_s", "cost_usd"),
 }
 """Event name -> its fields, in order; further fields are allowed, missing ones are not."""

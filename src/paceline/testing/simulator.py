@@ -24,7 +24,7 @@ from paceline.rental import (
 from paceline.rental.budget import Caps, Level
 from paceline.rental.orchestrator import RECONCILE_EVERY_S, Orchestrator, RentRequest
 from paceline.rental.records import Machine
-from paceline.runs.model import RestartMode, RoleKind, Slot
+from paceline.runs.model import Budget, RestartMode, RoleKind, Slot
 from paceline.runs.plan import Finish, Observation, Phase, Postpone, Retire, SlotView, Start, decide
 from paceline.testing.fakes.backend import FakeInstance
 from paceline.testing.scheduler import Countdown, Scheduler
@@ -426,8 +426,8 @@ class _Life:
 
     def _is_done(self, until_s: float) -> bool:
         """Look once; do what the runs' plan says, and return whether it says: end."""
-        clock = self._world.clock
-        spending = self._rental.tick(RUN_ID, self._world.caps).spending
+        clock, caps = self._world.clock, self._world.caps
+        spending = self._rental.tick(RUN_ID, caps).spending
         if spending.level is Level.HARD:
             self._world.note_cap()
         seen = Observation(
@@ -435,7 +435,8 @@ class _Life:
             slots=tuple(self._views.values()),
             signal="SIGTERM" if clock.monotonic() > until_s or self._failure else None,
             spent_usd=spending.spent_usd,
-            hard_usd=self._world.caps.hard_usd,
+            burn_dph=spending.burn_dph,
+            budget=Budget(soft_usd=caps.soft_usd, hard_usd=caps.hard_usd),
         )
         for action in decide(seen):
             match action:

@@ -1,5 +1,6 @@
 """The control service and the way to it: stores, tokens, server, client."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from paceline.refit.control.tls import KeyPair, TlsFiles
     from paceline.refit.control.worker import ManifestServer
 
+log = logging.getLogger(__name__)
+LEASE_VARIABLE = "PACELINE_LEASE"
+"""Names the file that keeps a machine's dead-man switch from firing while it changes."""
 UID_BYTES = 4
 """Eight hex digits, as the public protocol's service gives out."""
 
@@ -197,7 +201,27 @@ def connect_control(
         chance=system.chance,
         timeout_s=timeout_s,
         trusted=None if trusted_file is None else read_trusted(trusted_file),
+        on_registered=_lease_keeper(),
     )
+
+
+def _lease_keeper() -> Callable[[], None]:
+    """Return what keeps this machine's dead-man switch from firing, where there is one.
+
+    A role whose control service answers is not forgotten, whoever else sleeps.
+    """
+    named = system.environ().get(LEASE_VARIABLE)
+    if not named:
+        return lambda: None
+    lease = Path(named)
+
+    def renew() -> None:
+        try:
+            lease.write_text(system.new_nonce() + "\n", encoding="ascii")
+        except OSError as exc:
+            log.warning("the lease %s was not renewed: %s", lease, exc)
+
+    return renew
 
 
 def new_control_certificates(name: str, hosts: Sequence[str]) -> "tuple[KeyPair, KeyPair]":

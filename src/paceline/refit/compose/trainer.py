@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,14 @@ class RunSettings:
     """Where this process listens, and how others reach it."""
     data: DataPlane = field(default_factory=DataPlane)
     """What weights are served through."""
+    port: int = 0
+    """Where its first process listens, the others of one machine behind it; 0 is any."""
+    local_rank: int = 0
+    """Which process of its machine it is."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
+    resume_from: Path | None = None
+    """What was kept of this trainer's files before it was started again; None at first."""
 
 
 def run_settings(environ: Mapping[str, str]) -> RunSettings:
@@ -138,7 +144,10 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_LINK_MBPS": ("link_mbps", _rate),
     "PACELINE_HOST": ("host", str),
+    "PACELINE_PORT": ("port", _number),
+    "LOCAL_RANK": ("local_rank", _number),
     "PACELINE_OUT": ("out", Path),
+    "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
 
 
@@ -165,6 +174,12 @@ class TrainerConnection:
         """Where artifacts go; made on first use."""
         self.settings.out.mkdir(parents=True, exist_ok=True)
         return self.settings.out
+
+    @property
+    def resume_from(self) -> Path | None:
+        """Where the newest files of the job's ``artifacts.pull`` are, when it starts again."""
+        found = self.settings.resume_from
+        return found if found is not None and found.is_dir() else None
 
     def publisher(
         self,
@@ -208,8 +223,10 @@ class TrainerConnection:
                 options=options,
                 notify=self.notify,
             )
+        settings = self.settings
+        port = settings.port + settings.local_rank if settings.port else 0
         server = open_source(
-            with_run_tls(self.settings.data, self._credentials, self._parts),
+            with_run_tls(replace(settings.data, port=port), self._credentials, self._parts),
             token=lambda: self._credentials.data_token,
             name=f"{self.worker_id}-source",
         )

@@ -71,6 +71,7 @@ class GrpcControlPlane:
         timeout_s: float = 30.0,
         retry: RetryPolicy = PATIENT,
         trusted: bytes | None = None,
+        on_registered: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare a channel; the first call connects.
 
@@ -82,6 +83,8 @@ class GrpcControlPlane:
             timeout_s: of a whole call, retries included.
             retry: when to try again while the service is unavailable.
             trusted: PEM certificates of whom to trust, over TLS; None speaks plain text.
+            on_registered: called whenever the service has taken this process's registration,
+                which is its heartbeat.
 
         Raises:
             UsageError: ``address`` is none.
@@ -93,6 +96,7 @@ class GrpcControlPlane:
         self._timeout_s = timeout_s
         self._retry = retry
         self._closed = threading.Event()
+        self._on_registered = on_registered
         options = _channel_options(address)
         if trusted is None:
             self._channel = grpc.insecure_channel(address, options=options)
@@ -117,6 +121,7 @@ class GrpcControlPlane:
                 worker=convert.to_worker(registration), ttl_seconds=ttl_seconds
             )
         )
+        self._on_registered()
         return self._read(lambda: convert.parse_worker(reply.worker))
 
     def create_version(self, request: VersionRequest) -> WeightVersion:

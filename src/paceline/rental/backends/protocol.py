@@ -14,6 +14,7 @@ from paceline.rental.model import (
     OfferConstraints,
     SelfDestroyRecipe,
 )
+from paceline.rental.remote.protocol import Access
 
 
 @runtime_checkable
@@ -117,6 +118,20 @@ class BackendAdapter(Protocol):
 
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Destroy the machine and everything on it. Idempotent: one that is gone is a warning."""
+        ...
+
+
+@runtime_checkable
+class SupportsAccess(Protocol):
+    """A backend that says how its machines are reached, for terminals, tunnels and log readers."""
+
+    def access(self, h: InstanceHandle) -> Access:
+        """Return how a program of this computer gets to the machine; connects to nothing.
+
+        Raises:
+            InstanceNotFoundError: it does not exist any more.
+            SshUnreachableError: it has no address yet.
+        """
         ...
 
 

@@ -116,6 +116,15 @@ def container_words(target: ContainerTarget) -> list[str]:
     return [*target.docker, "exec", "-i"]
 
 
+def terminal_argv(words: Sequence[str], host: str, *, line: str) -> list[str]:
+    """Return ``words``, a command of ``ssh_words``, with a terminal and a line for the shell there.
+
+    The first of two values of an option counts, so ours comes before ``RequestTTY``.
+    """
+    program, *rest = words
+    return [program, "-t", *rest, "--", host, line]
+
+
 def _rsync_word(word: str) -> str:
     """Quote a word as rsync's ``-e`` reads it, which knows quotes and no backslashes."""
     if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):

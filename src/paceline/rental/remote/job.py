@@ -46,7 +46,8 @@ class Patience:
     """How long a job's machine may be out of reach."""
 
     reattach_s: float = 300.0
-    """From the last sign of life; then its job is given up, and may be running still."""
+    """From the first connection that failed after the last sign of life, so that the time in which
+    this computer slept counts for nothing; then its job is given up, and may be running still."""
     grace_s: float = 5.0
     """Between asking a job's processes to end and killing them."""
     silence_s: float = 6.0 * HEARTBEAT_S
@@ -68,6 +69,8 @@ class Follower:
         self._may_have_started = False
         self._has_started = False
         self._heard_s = clock.monotonic()
+        self._failed_s: float | None = None
+        """When connections began to fail; None while they work."""
 
     def run(self, *, timeout_s: float | None) -> int:
         """Start the job, pass on its output, and return its exit status.
@@ -116,7 +119,9 @@ class Follower:
             raise error from broken
         if isinstance(error, HostKeyChangedError | SshKeyError | InstanceNotFoundError):
             raise error from broken
-        away_s = self._clock.monotonic() - self._heard_s
+        now_s = self._clock.monotonic()
+        self._failed_s = now_s if self._failed_s is None else self._failed_s
+        away_s = now_s - self._failed_s
         if away_s > self._patience.reattach_s:
             raise ConnectionLostError(
                 f"{self._channel.name} has not answered for {away_s:.0f} s while a command ran; "
@@ -134,6 +139,7 @@ class Follower:
         with open_line(self._channel, script, clock=self._clock, silence_s=silence_s) as line:
             for event in line.events(deadline_s=deadline_s):
                 self._heard_s = self._clock.monotonic()
+                self._failed_s = None
                 # From the greeting on, the shell there has the script or a part of it.
                 self._may_have_started = True
                 if isinstance(event, Output):

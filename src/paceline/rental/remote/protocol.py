@@ -1,7 +1,7 @@
 """A shell and files on one machine, however it is reached."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +43,20 @@ class ContainerTarget:
     """The engine's command line, with what chooses the engine."""
     home: str = "."
     jobs: str = ".paceline/jobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryTarget:
+    """A machine that is a directory of this computer."""
+
+    name: str
+    directory: Path
+    environ: Mapping[str, str] = field(repr=False)
+    """What its programs find in their environment."""
+
+
+Access = SshTarget | ContainerTarget | DirectoryTarget
+"""How a machine is reached by whoever brings a program of its own: a terminal, a tunnel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class Reach:
         self._identity = identity
         self._known_hosts = known_hosts
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[NetworkRemote, float]] = {}
+        self._kept: dict[str, tuple[NetworkRemote, SshTarget, float]] = {}
 
     def remote(self, h: InstanceHandle) -> NetworkRemote:
         """Return a shell on the machine; connects to nothing.
@@ -48,11 +48,19 @@ class Reach:
             InstanceNotFoundError: the provider says that it is gone.
             SshUnreachableError: it has no address yet.
         """
+        return self._keep(h)[0]
+
+    def target(self, h: InstanceHandle) -> SshTarget:
+        """Return where the machine's sshd is. Raises as ``remote``."""
+        return self._keep(h)[1]
+
+    def _keep(self, h: InstanceHandle) -> tuple[NetworkRemote, SshTarget]:
+        """Return what is known of a machine, asking its provider where that is too old."""
         with self._lock:
             kept = self._kept.get(h.instance_id)
         now_s = self._clock.monotonic()
-        if kept is not None and now_s < kept[1]:
-            return kept[0]
+        if kept is not None and now_s < kept[2]:
+            return kept[:2]
         target = ssh_target(
             h,
             self._status(h),
@@ -61,8 +69,8 @@ class Reach:
         )
         remote = self._connect(target, h.instance_id)
         with self._lock:
-            self._kept[h.instance_id] = (remote, now_s + _KEEP_S)
-        return remote
+            self._kept[h.instance_id] = (remote, target, now_s + _KEEP_S)
+        return remote, target
 
     def probe(self, h: InstanceHandle) -> None:
         """Return once the machine's shell answers; one try, at the address it has now.

@@ -79,7 +79,7 @@ def render_job(job: Job, *, may_start: bool, num_out: int, num_err: int) -> str:
         "@OUT@": str(num_out),
         "@ERR@": str(num_err),
     }
-    return _fill(_JOB, texts)
+    return fill(_JOB, texts)
 
 
 def render_end(*, home: str, jobs: str, mark: tuple[str, str], job_id: str, grace_s: float) -> str:
@@ -99,7 +99,7 @@ def render_end(*, home: str, jobs: str, mark: tuple[str, str], job_id: str, grac
         "@NUM_TRIES@": str(num_grace + int(_KILL_S / _END_POLL_S)),
         "@POLL_S@": str(_END_POLL_S),
     }
-    return _fill(_MEMBERS + _END, texts)
+    return fill(_MEMBERS + _END, texts)
 
 
 def render_count(*, home: str, jobs: str, mark: tuple[str, str]) -> str:
@@ -111,7 +111,7 @@ def render_count(*, home: str, jobs: str, mark: tuple[str, str]) -> str:
         "@PATTERN@": "*",
         "@MARK@": shlex.quote("=".join(mark)),
     }
-    return _fill(_MEMBERS + _COUNT, texts)
+    return fill(_MEMBERS + _COUNT, texts)
 
 
 def render_look(*, home: str, path: str) -> str:
@@ -121,7 +121,7 @@ def render_look(*, home: str, path: str) -> str:
         "@HOME@": shlex.quote(home),
         "@PATH@": shlex.quote(path),
     }
-    return _fill(_LOOK, texts)
+    return fill(_LOOK, texts)
 
 
 def render_make(*, home: str, path: str) -> str:
@@ -131,10 +131,10 @@ def render_make(*, home: str, path: str) -> str:
         "@HOME@": shlex.quote(home),
         "@PATH@": shlex.quote(path),
     }
-    return _fill(_MAKE, texts)
+    return fill(_MAKE, texts)
 
 
-def _fill(template: str, texts: Mapping[str, str]) -> str:
+def fill(template: str, texts: Mapping[str, str]) -> str:
     """Put all texts in at once, so that none is looked for inside another."""
     pattern = "|".join(map(re.escape, texts))
     return re.sub(pattern, lambda found: texts[found.group()], template)

@@ -101,8 +101,17 @@ class Reply:
 class Machines(Protocol):
     """Real machines behind the rented ones."""
 
-    def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
-        """Have a machine that lets these keys in, and return where its sshd is; idempotent."""
+    def start(
+        self,
+        instance_id: str,
+        public_keys: Iterable[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[str, int]:
+        """Have a machine that lets these keys in, and return where its sshd is; idempotent.
+
+        ``environ`` is what logins find in their environment there.
+        """
         ...
 
     def stop(self, instance_id: str) -> None:
@@ -377,7 +386,12 @@ class FakeCloud(ABC):
             return "127.0.0.1", 22
         if rental.gpus is not None and isinstance(self.machines, SupportsGpus):
             self.machines.equip(rental.instance_id, rental.gpus)
-        return self.machines.start(rental.instance_id, rental.public_keys)
+        environ = self.machine_environ(rental)
+        return self.machines.start(rental.instance_id, rental.public_keys, environ=environ)
+
+    def machine_environ(self, rental: Rental) -> Mapping[str, str]:
+        """Return what the provider puts into a machine's environment."""
+        return {}
 
     def halt(self, rental: Rental) -> None:
         """Stop a machine that can be started again."""

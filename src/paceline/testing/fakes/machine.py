@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -63,8 +63,11 @@ class FakeMachine:
         port: int | None = None,
         host: str = "127.0.0.1",
         without: Iterable[str] = (),
+        environ: Mapping[str, str] | None = None,
         gpus: FakeGpus | None = None,
         clock: Clock | None = None,
+        netns: str | None = None,
+        path: str = _PATH,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
 
@@ -74,8 +77,11 @@ class FakeMachine:
             port: where sshd listens; None takes a free one at the first start.
             host: the address on loopback.
             without: names of programs that this machine does not have, such as ``rsync``.
+            environ: what every login finds in its environment; values without blanks.
             gpus: what its driver says it has; None: it has no driver.
             clock: what waiting is measured by; real, as the processes are.
+            netns: the network namespace in which all of it runs; ``host`` is an address there.
+            path: where its programs are found.
         """
         self.root = root
         self.host = host
@@ -83,8 +89,11 @@ class FakeMachine:
         self._authorized_keys = list(authorized_keys)
         self._port = port
         self._without = frozenset(without)
+        self._environ = dict(environ or {})
         self._gpus = gpus
         self._clock = clock or system_clock()
+        self._prefix = ["ip", "netns", "exec", netns] if netns else []
+        self._own_path = path
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
 
@@ -226,7 +235,7 @@ class FakeMachine:
     def _path(self) -> str:
         """Return where programs are found; a directory of links where some are to be missing."""
         if not self._without:
-            return _PATH
+            return self._own_path
         programs = self.root / "bin"
         shutil.rmtree(programs, ignore_errors=True)
         programs.mkdir()
@@ -237,6 +246,13 @@ class FakeMachine:
                     link.unlink(missing_ok=True)
                     link.symlink_to(program)
         return str(programs)
+
+    def _more_environ(self) -> str:
+        """Return what else logins find, as sshd's SetEnv takes it."""
+        more = dict(self._environ)
+        if self._gpus is not None:
+            more["LD_LIBRARY_PATH"] = f"{self.root}/driver"
+        return "".join(f" {name}={value}" for name, value in more.items())
 
     def _start_on(self, sshd: str, port: int) -> bool:
         """Start sshd on ``port`` and return whether it greets; False when it ended instead."""
@@ -249,12 +265,12 @@ class FakeMachine:
                 mark=_MARK,
                 nonce=self._nonce,
                 path=":".join((*self._own_programs(), self._path())),
-                more="" if self._gpus is None else f" LD_LIBRARY_PATH={self.root}/driver",
+                more=self._more_environ(),
             )
         )
         with (self.root / "sshd.log").open("wb") as log:
             process = subprocess.Popen(
-                [sshd, "-D", "-e", "-f", str(config)],
+                [*self._prefix, sshd, "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -28,8 +28,14 @@ class SshMachines:
         """Say what the machine's driver is to show; before its first start."""
         self._gpus[instance_id] = gpus
 
-    def start(self, instance_id: str, public_keys: Iterable[str]) -> tuple[str, int]:
-        """Have the machine run and let these keys in."""
+    def start(
+        self,
+        instance_id: str,
+        public_keys: Iterable[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[str, int]:
+        """Have the machine run, with ``environ``, and let these keys in."""
         machine = self._machines.get(instance_id)
         if machine is None:
             host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
@@ -37,6 +43,7 @@ class SshMachines:
                 self._root / instance_id,
                 port=self._port,
                 host=host,
+                environ=environ,
                 gpus=self._gpus.get(instance_id),
             )
             self._machines[instance_id] = machine

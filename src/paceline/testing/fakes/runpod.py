@@ -96,7 +96,7 @@ class FakeRunpod(FakeCloud):
     def _route(self, request: Request) -> Reply:
         if request.path == "/graphql":
             return self._graphql(request)
-        if request.bearer != self.key:
+        if request.bearer != self.key and not self._is_own_key(request):
             detail = "invalid API key" if request.bearer else "missing bearer token"
             return _problem(401, "Unauthorized", detail)
         one = r"/v2/pods/([^/]+)"
@@ -116,6 +116,16 @@ class FakeRunpod(FakeCloud):
             if found and request.method in methods.split("|"):
                 return handler(request, *found.groups())
         return _problem(404, "Not Found", "no such path")
+
+    def _is_own_key(self, request: Request) -> bool:
+        """Return whether a pod asks about itself with the key that is good for that alone."""
+        found = re.fullmatch(r"/v2/pods/([^/]+)", request.path)
+        return found is not None and request.bearer == _pod_key(found.group(1))
+
+    def machine_environ(self, rental: Rental) -> Mapping[str, str]:
+        """Return what each pod knows of itself."""
+        key = _pod_key(rental.instance_id)
+        return {"RUNPOD_POD_ID": rental.instance_id, "RUNPOD_API_KEY": key}
 
     def _left_of_minute(self) -> int:
         minute, used = self._minute
@@ -476,6 +486,11 @@ def _iso(time_s: float) -> str:
 
 def _absent() -> Reply:
     return _problem(404, "Not Found", "pod not found")
+
+
+def _pod_key(pod_id: str) -> str:
+    """Return the key that a pod has for itself alone."""
+    return f"{pod_id}-key"
 
 
 def _problem(status: int, title: str, detail: str, errors: Sequence[str] = ()) -> Reply:

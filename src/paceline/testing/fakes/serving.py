@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import cast
 from urllib.parse import parse_qsl, urlsplit
@@ -59,7 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
                 body=self.rfile.read(num_bytes),
             )
         )
-        self._send(reply)
+        with suppress(BrokenPipeError, ConnectionResetError):  # a machine that ended itself
+            self._send(reply)
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_GET  # noqa: N815 - the library's names
 

@@ -186,13 +186,25 @@ class FakeVast(FakeCloud):
         for methods, pattern, handler in handlers:
             if request.method in methods.split("|") and re.fullmatch(pattern, request.path):
                 return handler(request)
-        if request.query.get("api_key", request.bearer) != self.key:
+        key = request.query.get("api_key", request.bearer)
+        if key != self.key and not self._is_own_key(request, key):
             return self._bad_key(request)
         for methods, pattern, handler in self._private():
             found = re.fullmatch(pattern, request.path)
             if request.method in methods.split("|") and found:
                 return handler(request, *found.groups())
         return _refuse(404, "not_found", f"no such endpoint {request.path}")
+
+    def _is_own_key(self, request: Request, key: str) -> bool:
+        """Return whether a machine asks about itself with the key that is good for that alone."""
+        found = re.fullmatch(r"/api/v0/instances/(\d+)/", request.path)
+        rental = self.rentals.get(found.group(1)) if found else None
+        return rental is not None and key == rental.facts.get("instance_api_key")
+
+    def machine_environ(self, rental: Rental) -> Mapping[str, str]:
+        """Return what each container knows of itself."""
+        key = str(rental.facts.get("instance_api_key"))
+        return {"CONTAINER_ID": rental.instance_id, "CONTAINER_API_KEY": key}
 
     def _private(self) -> Sequence[tuple[str, str, Callable[..., Reply]]]:
         one = r"/api/v0/instances/(\d+)/"

@@ -227,14 +227,17 @@ class DockerBackend:
         return shutil.disk_usage(root if root.is_dir() else Path("/")).free / _GB
 
     def _remote(self, h: InstanceHandle) -> NetworkRemote:
+        return self._parts.container_remote(self.access(h), h.instance_id)
+
+    def access(self, h: InstanceHandle) -> ContainerTarget:
+        """Return which container it is."""
         if not mapping.is_instance_id(h.instance_id):
             raise InstanceNotFoundError(
                 f"local-docker machine {h.instance_id!r} does not exist; provision another"
             )
-        target = ContainerTarget(
+        return ContainerTarget(
             name=f"local-docker machine {h.label}",
             container=h.instance_id,
             docker=self._config.command,
             jobs=mapping.JOBS,
         )
-        return self._parts.container_remote(target, h.instance_id)

@@ -27,6 +27,7 @@ from paceline.rental.model import (
     Offer,
     OfferConstraints,
 )
+from paceline.rental.remote.protocol import SshTarget
 from paceline.rental.remote.reach import Reach
 
 _GONE_TIMEOUT_S = 600.0  # machines of eight GPUs take their time
@@ -124,6 +125,10 @@ class LambdaBackend:
     ) -> None:
         """Copy from the machine."""
         self._reach.remote(h).pull(src, dst, includes=includes, excludes=excludes)
+
+    def access(self, h: InstanceHandle) -> SshTarget:
+        """Return where its sshd is."""
+        return self._reach.target(h)
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once; one that is terminating is unknown until it is gone."""

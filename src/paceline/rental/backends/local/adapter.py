@@ -35,7 +35,8 @@ from paceline.rental.model import (
     OfferConstraints,
 )
 from paceline.rental.remote.durable import sync_directory, write_durably
-from paceline.rental.remote.protocol import ProcessRemote
+from paceline.rental.remote.protocol import DirectoryTarget, ProcessRemote
+from paceline.rental.remote.script import MACHINE_MARK
 
 _GB = 1_000_000_000
 _RECORD_BYTES_MAX = 65_536
@@ -187,18 +188,31 @@ class LocalBackend:
             return []
         return [path for path in self._home.iterdir() if mapping.is_instance_id(path.name)]
 
+    def access(self, h: InstanceHandle) -> DirectoryTarget:
+        """Return which directory it is."""
+        return DirectoryTarget(
+            name=f"local machine {h.instance_id}",
+            directory=self._must_root(h) / "workspace",
+            environ={**self._environ(), MACHINE_MARK: h.instance_id},
+        )
+
     def _remote(self, h: InstanceHandle) -> ProcessRemote:
+        return self._parts.process_remote(self._must_root(h), h.instance_id, self._environ())
+
+    def _must_root(self, h: InstanceHandle) -> Path:
         root = self._root(h)
         if root is None:
             raise InstanceNotFoundError(
                 f"local machine {h.instance_id} does not exist any more; provision another"
             )
-        environ = mapping.machine_environ(
+        return root
+
+    def _environ(self) -> Mapping[str, str]:
+        return mapping.machine_environ(
             self._parts.environ,
             interpreter_dir=self._parts.interpreter_dir,
             working_dir=self._parts.working_dir,
         )
-        return self._parts.process_remote(root, h.instance_id, environ)
 
     def _refuse_small_disk(self, disk_gb: int) -> None:
         free_gb = self._free_disk_gb()

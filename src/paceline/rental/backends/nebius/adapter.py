@@ -33,6 +33,7 @@ from paceline.rental.model import (
     OfferConstraints,
     SelfDestroyRecipe,
 )
+from paceline.rental.remote.protocol import SshTarget
 from paceline.rental.remote.reach import Reach
 from paceline.rental.rpc import Wire
 
@@ -156,6 +157,10 @@ class NebiusBackend:
     ) -> None:
         """Copy from the machine."""
         self._reach.remote(h).pull(src, dst, includes=includes, excludes=excludes)
+
+    def access(self, h: InstanceHandle) -> SshTarget:
+        """Return where its sshd is."""
+        return self._reach.target(h)
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once; one that is being deleted is unknown until it is gone."""

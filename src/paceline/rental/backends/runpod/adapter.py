@@ -29,6 +29,7 @@ from paceline.rental.model import (
     OfferConstraints,
     SelfDestroyRecipe,
 )
+from paceline.rental.remote.protocol import SshTarget
 from paceline.rental.remote.reach import Reach
 
 _GONE_TIMEOUT_S = 120.0
@@ -136,6 +137,10 @@ class RunpodBackend:
     ) -> None:
         """Copy from the pod."""
         self._reach.remote(h).pull(src, dst, includes=includes, excludes=excludes)
+
+    def access(self, h: InstanceHandle) -> SshTarget:
+        """Return where its sshd is."""
+        return self._reach.target(h)
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once; one that was created seconds ago and is not known yet is loading."""

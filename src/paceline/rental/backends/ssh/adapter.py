@@ -300,19 +300,29 @@ class SshBackend:
                 "mend that and tear down again"
             )
 
+    def access(self, h: InstanceHandle) -> SshTarget:
+        """Return where its sshd is, and which directory there is the machine."""
+        return self._machine_target(self._must_host(h), h.instance_id, home="workspace")
+
     def _remote(self, h: InstanceHandle) -> NetworkRemote:
+        return self._machine_remote(self._must_host(h), h.instance_id, home="workspace")
+
+    def _must_host(self, h: InstanceHandle) -> HostConfig:
         host = self._host_of(h)
         if host is None:
             raise InstanceNotFoundError(
                 f"ssh machine {h.instance_id!r} does not exist; provision another"
             )
-        return self._machine_remote(host, h.instance_id, home="workspace")
+        return host
 
     def _machine_remote(self, host: HostConfig, instance_id: str, *, home: str) -> NetworkRemote:
-        directory = mapping.machine_dir(host.directory, instance_id)
         return self._parts.ssh_remote(
-            self._target(host, home=f"{directory}/{home}", jobs="../jobs"), instance_id
+            self._machine_target(host, instance_id, home=home), instance_id
         )
+
+    def _machine_target(self, host: HostConfig, instance_id: str, *, home: str) -> SshTarget:
+        directory = mapping.machine_dir(host.directory, instance_id)
+        return self._target(host, home=f"{directory}/{home}", jobs="../jobs")
 
     def _host_remote(self, host: HostConfig) -> NetworkRemote:
         jobs = f"{host.directory.rstrip('/')}/jobs"

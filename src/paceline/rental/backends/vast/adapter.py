@@ -29,6 +29,7 @@ from paceline.rental.model import (
     OfferConstraints,
     SelfDestroyRecipe,
 )
+from paceline.rental.remote.protocol import SshTarget
 from paceline.rental.remote.reach import Reach
 
 _GONE_TIMEOUT_S = 120.0
@@ -148,6 +149,10 @@ class VastBackend:
     ) -> None:
         """Copy from the machine."""
         self._reach.remote(h).pull(src, dst, includes=includes, excludes=excludes)
+
+    def access(self, h: InstanceHandle) -> SshTarget:
+        """Return where its sshd is."""
+        return self._reach.target(h)
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once."""

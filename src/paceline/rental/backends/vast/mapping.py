@@ -424,7 +424,7 @@ def self_destroy_recipe(api_url: str) -> SelfDestroyRecipe:
     """Return how a machine ends itself with the key that each container has for itself alone."""
     return SelfDestroyRecipe(
         command=(
-            "set -a; . /etc/environment; set +a; "
+            "if [ -r /etc/environment ]; then set -a; . /etc/environment; set +a; fi; "
             "printf 'Authorization: Bearer %s\\n' \"$CONTAINER_API_KEY\" | "
             f"curl -fsS -m 60 -X DELETE -H @- {api_url}/api/v0/instances/$CONTAINER_ID/"
         ),

@@ -1,0 +1,76 @@
+"""What `paceline run` takes beyond the time in which a machine boots, against a fake provider.
+
+Rented is from a provider on loopback with a real sshd behind its machine; the same command on this
+computer's own backend is measured beside it. Overhead counts from typing the command to its exit,
+less the boot time that the fake was told to take.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from paceline.system import environ, system_clock
+from paceline.testing.fakes.machines import SshMachines
+from paceline.testing.fakes.registry import FAKES, serve_fake
+
+BOOT_S = 1.0
+OVERHEAD_S_MAX = 3.0
+ROUNDS = 3
+
+
+def timed(words: list[str], env: dict[str, str], cwd: Path) -> float:
+    """Run a command line that must succeed and return how long it took."""
+    begun_s = time.perf_counter()
+    argv = [sys.executable, "-m", "paceline", "run", *words, "--", "true"]
+    done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise click.ClickException(f"{' '.join(argv)}: {done.stderr}")
+    return time.perf_counter() - begun_s
+
+
+def measure(provider: str, root: Path) -> dict[str, object]:
+    """Return the overhead of the best of some rounds."""
+    fake = FAKES[provider]()(
+        clock=system_clock(), machines=SshMachines(root / "machines"), boot_s=BOOT_S
+    )
+    env = {
+        "PATH": environ()["PATH"],
+        "HOME": str(root),
+        "PYTHONPATH": str(Path(__file__).parents[1] / "src"),
+        "PACELINE_STATE_DIR": str(root / "state"),
+    }
+    with serve_fake(fake) as found:
+        words = ["--backend", provider, "--gpu", "h100-1x", "--budget-usd", "50", "--yes"]
+        rented = [timed(words, {**env, **found}, root) for _ in range(ROUNDS)]
+    fake.close()
+    here = [timed(["--backend", "local", "--gpu", "cpu-1x"], env, root) for _ in range(ROUNDS)]
+    overhead_s = min(rented) - BOOT_S
+    return {
+        "provider": provider,
+        "boot_s": BOOT_S,
+        "rented_s": round(min(rented), 3),
+        "overhead_s": round(overhead_s, 3),
+        "local_s": round(min(here), 3),
+        "limit_s": OVERHEAD_S_MAX,
+        "is_met": overhead_s < OVERHEAD_S_MAX,
+    }
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--provider", default="vast", type=click.Choice(sorted(FAKES)))
+def main(*, as_json: bool, provider: str) -> None:
+    """Measure, and exit with 1 when the limit is not met."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as root:
+        found = measure(provider, Path(root))
+    click.echo(json.dumps(found) if as_json else "\n".join(f"{k} {v}" for k, v in found.items()))
+    sys.exit(0 if found["is_met"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Reaching into a run's machine behind a real sshd: logs, exec, sync, plain ssh, our package."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.namespaces import write_hosts
+from e2e.operating import Operator
+from paceline.testing.fakes.machine import FakeMachine, has_sshd, make_key_pair
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not has_sshd(), reason="needs sshd: apt-get install openssh-server"),
+]
+
+
+@pytest.fixture
+def machine(operator: Operator, tmp_path: Path) -> Iterator[FakeMachine]:
+    """A host that has the Python of these tests."""
+    public = make_key_pair(tmp_path / "key")
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    one = FakeMachine(tmp_path / "host", authorized_keys=[public], path=path)
+    one.start()
+    write_hosts(tmp_path / "config", {"box": one}, key=tmp_path / "key")
+    operator.env["PACELINE_CONFIG_DIR"] = str(tmp_path / "config")
+    yield one
+    one.stop()
+
+
+COUNT = "i=0; while [ ! -e stop ]; do echo line $i; i=$((i+1)); sleep 0.05; done; echo last"
+
+
+def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) -> None:
+    """A log is read live by another terminal, also over lost connections and without a driver."""
+    operator.job(f"name: in\nroles:\n  task: {{backend: ssh, gpu: cpu-1x, run: '{COUNT}'}}\n")
+    up = operator.start("up", "job.yaml", "--yes", "--run-id", "in", "--out", "out")
+    operator.wait_for(lambda: list(machine.home.rglob("logs/task-0.log")))
+    follower = operator.start("logs", "in", "-f")
+    (operator.home / "file").write_text("there and back")
+    assert operator.type("sync", "in", "file", ":sub/file")[0] == 0
+    status, out, _ = operator.type("exec", "in", "--", "cat sub/file; exit 9")
+    assert (status, out) == (9, "there and back")
+    assert operator.type("ssh-config", "install")[0] == 0
+    assert operator.type("ssh-config", "install")[0] == 0
+    user_file = operator.home / ".ssh" / "config"
+    assert user_file.read_text().count("Include") == 1
+    for name in ("paceline-in-task", "paceline-in-task-0"):
+        words = ["ssh", "-F", str(user_file), "-o", "BatchMode=yes", name, "echo plain ssh"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        assert done.stdout == "plain ssh\n", done.stderr
+    up.kill()
+    up.communicate()
+    machine.drop_connections()
+    again = operator.start("attach", "in", "--json")
+    machine.drop_connections()
+    assert operator.type("exec", "in", "touch stop")[0] == 0
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert json.loads(out)["outcome"] == "succeeded"
+    followed, err = follower.communicate(timeout=60)
+    assert follower.returncode == 0, err
+    pulled = (operator.home / "out" / "logs" / "task-0.log").read_text()
+    assert followed == pulled
+    lines = pulled.splitlines()
+    assert lines == [*(f"line {i}" for i in range(len(lines) - 1)), "last"]
+    assert operator.type_json("ssh-config")[1]["names"] == []
+    assert operator.type("ssh-config", "remove")[0] == 0
+    assert "Include" not in user_file.read_text()
+
+
+def test_a_second_driver_is_refused_while_the_first_lives(operator: Operator) -> None:
+    """Two operators on one run: the second is told who drives it, and changes nothing."""
+    operator.job("name: two\nroles:\n  task: {backend: local, gpu: cpu-1x, run: exec sleep 300}\n")
+    first = operator.start("up", "job.yaml", "--yes", "--run-id", "two", "--out", "out")
+    operator.wait_for(operator.sleeping)
+    status, _, err = operator.type("up", "--resume", "two")
+    assert (status, f"process {first.pid}" in err) == (10, True)
+    assert operator.sleeping()
+    assert [operator.type("down", "two")[0] for _ in range(2)] == [0, 0]
+    first.communicate(timeout=30)
+    status, _, err = operator.type("attach", "two")
+    assert (status, "is over" in err) == (2, True)
+    operator.assert_nothing_left()
+
+
+def test_a_machine_gets_the_paceline_that_drives_it(
+    operator: Operator, machine: FakeMachine
+) -> None:
+    """Into a fresh environment, from the running source; the role's own setup may add to it."""
+    run = "python -c 'import paceline, sys; print(paceline.__file__); sys.exit(0)'"
+    env = json.dumps({"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"})
+    role = f'{{backend: ssh, gpu: cpu-1x, setup: "command -v pip", run: "{run}", env: {env}}}'
+    operator.job(f"name: bring\nrefit: {{model: m}}\nroles:\n  trainer: {role}\n")
+    status, _, err = operator.type("up", "job.yaml", "--yes", "--out", "out", timeout_s=90)
+    assert status == 0, err
+    setup, said = (operator.home / "out" / "logs" / "trainer-0.log").read_text().splitlines()[-2:]
+    assert "/venv/bin/pip" in setup
+    assert "/venv/lib/" in said
+    assert str(machine.home) in said
