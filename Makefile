@@ -89,7 +89,7 @@ peer: $(PEER_VENV)/.done  ## make .venv-peer with the public clients that tests 
 
 nightly: setup system peer  ## the simulations at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
-	$(BIN)/pytest -n 2 --timeout 300 -m 'slow or not slow' tests/e2e/test_kill.py tests/e2e/test_reach.py
+	$(BIN)/pytest -n 2 --timeout 300 -m 'slow or not slow' tests/e2e/test_kill.py tests/e2e/test_machines.py tests/e2e/test_reach.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

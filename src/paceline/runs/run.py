@@ -42,6 +42,7 @@ from paceline.store.protocol import StoreError
 
 TICK_S = 0.25
 COST_EVERY_S = 5.0
+UNREAD_S_MAX = 600.0
 EVENTS_PAGE = 1000
 PAGES_MAX = 100
 STOPPED = frozenset({0, 130, 143})
@@ -120,6 +121,7 @@ class RunDriver:
         self._installed: Sequence[InstalledReport] = ()
         self._cost_usd = 0.0
         self._cost_due_s = 0.0
+        self._unread_since_s: float | None = None
         self._pull_due_s: float | None = None
         self._num_pulls = 0
         self._pulls: list[Thread] = []
@@ -326,10 +328,27 @@ class RunDriver:
 
     def _poll_cost(self) -> None:
         before = self._cost_usd
-        self._cost_usd = self._parts.rental.cost_usd(self._parts.run_id)
+        try:
+            self._cost_usd = self._parts.rental.cost_usd(self._parts.run_id)
+        except StoreError as exc:
+            self._bear(exc)
+            return
+        self._unread_since_s = None
         budget = self._parts.job.budget
         if budget is not None and before < budget.soft_usd <= self._cost_usd:
             self._note(f"the soft cap of {budget.soft_usd:.2f} USD is reached")
+
+    def _bear(self, error: StoreError) -> None:
+        """Go on without the record for a while: a lock or a full disk passes, work does not.
+
+        Not for ever, since a cap cannot be kept by what cannot be read.
+        """
+        now_s = self._parts.clock.monotonic()
+        if self._unread_since_s is None:
+            self._unread_since_s = now_s
+            self._note(f"what the run costs is not known now: {error}")
+        if now_s - self._unread_since_s > UNREAD_S_MAX:
+            raise error
 
     # The end. Each step notes what it cannot do, and the next one runs all the same.
 
