@@ -1,6 +1,7 @@
 """Reaching into a run's machine behind a real sshd: logs, exec, sync, plain ssh, our package."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,3 +102,23 @@ def test_a_machine_gets_the_paceline_that_drives_it(
     assert "/venv/bin/pip" in setup
     assert "/venv/lib/" in said
     assert str(machine.home) in said
+
+
+@pytest.mark.slow
+def test_a_locked_record_is_told_and_loses_nothing(operator: Operator) -> None:
+    """Another program that holds the state file: a clear error in time, and all is there after."""
+    operator.job("name: held\nroles:\n  task: {backend: local, gpu: cpu-1x, run: exec sleep 300}\n")
+    up = operator.start("up", "job.yaml", "--yes", "--run-id", "held", "--out", "out")
+    operator.wait_for(operator.sleeping)
+    holder = sqlite3.connect(operator.state / "paceline.sqlite", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    status, _, err = operator.type("up", "job.yaml", "--yes", "--run-id", "other", timeout_s=90)
+    assert status == 10, err
+    assert "paceline.sqlite" in err
+    assert up.poll() is None
+    assert operator.sleeping()
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert operator.type("down", "held")[0] == 0
+    up.communicate(timeout=30)
+    operator.assert_nothing_left()

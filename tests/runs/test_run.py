@@ -60,6 +60,8 @@ class FakeCloud:
         self.unwritable: GoneUnrecordedError | None = None
         """Raised when a machine has gone, which then stays on record."""
         self.unreadable: StoreError | None = None
+        self.unpriced: StoreError | None = None
+        """Raised when somebody asks what the run has cost."""
         self.is_bare = False
         """Machines have no files."""
         self.broken_copy: RemoteCommandError | None = None
@@ -121,6 +123,8 @@ class FakeCloud:
         return tuple(m for m in on_record if run_id in {None, m.run_id})
 
     def cost_usd(self, run_id: str) -> float:
+        if self.unpriced is not None:
+            raise self.unpriced
         return self.usd
 
     # what the backend signs
@@ -436,3 +440,25 @@ def test_artifacts_that_fail_at_once_are_missed(tmp_path: Path) -> None:
     result = world.execute()
     assert result.status is ExitStatus.PREFLIGHT
     assert result.message.count("no space left") == 4
+
+
+def test_a_record_that_is_locked_for_a_while_ends_no_run(tmp_path: Path) -> None:
+    """What cannot be read now is said, once, and the work goes on."""
+    world = World(tmp_path, TRAINER)
+    told = threading.Event()
+
+    def on_note(text: str) -> None:
+        if "is not known now: store: database is locked" in text:
+            told.set()
+
+    def trainer(label: str) -> int:
+        code = 0 if told.wait(20) else 9
+        world.cloud.unpriced = None
+        return code
+
+    world.notes.on_note = on_note
+    world.cloud.unpriced = StoreError("store: database is locked")
+    world.cloud.commands = {"trainer": trainer}
+    result = world.execute()
+    assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.OK)
+    assert sum("is not known now" in line for line in world.notes.lines) == 1

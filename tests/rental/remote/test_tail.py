@@ -11,6 +11,7 @@ from paceline.core.waiting import wait_until
 from paceline.rental.errors import BackendError, SshUnreachableError
 from paceline.rental.remote.directory import DirectoryChannel
 from paceline.rental.remote.protocol import DirectoryTarget
+from paceline.rental.remote.shell import ShellParts, ShellRemote
 from paceline.rental.remote.tail import Tail, Tailed
 from paceline.system import system_clock
 
@@ -148,3 +149,41 @@ def test_a_file_that_was_cut_off_is_told(reader: Reader) -> None:
     append(reader.log, b"new")
     reader.await_content(b"x" * 100 + b"new")
     assert reader.tail.num_gaps == 1
+
+
+class SleepyClock:
+    """The real clock of a computer that may sleep for an hour."""
+
+    def __init__(self) -> None:
+        self.asleep_s = 0.0
+        self._clock = system_clock()
+
+    def time(self) -> float:
+        return self._clock.time() + self.asleep_s
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic() + self.asleep_s
+
+    def sleep(self, seconds: float) -> None:
+        self._clock.sleep(min(seconds, 0.05))
+
+
+def test_an_hour_asleep_costs_no_command_its_connection(tmp_path: Path) -> None:
+    """The first connection after waking is broken, the clock an hour on: the job is followed on."""
+    clock = SleepyClock()
+
+    class Waking(CutChannel):
+        def error_of(self, said: str) -> BackendError:
+            if self.bytes_each is not None:
+                self.bytes_each = None
+                clock.asleep_s = 3600.0
+            return super().error_of(said)
+
+    channel = Waking(tmp_path, "sh")
+    channel.bytes_each = len("paceline-shell 1\nS\nO 6\nfir")
+    taken: list[bytes] = []
+    parts = ShellParts(clock=clock, rsync=None, sink=lambda stream, content: taken.append(content))
+    remote = ShellRemote(channel, machine_id="m", parts=parts)
+    ended = remote.run("echo first; echo last; exit 3", env={}, stream=True, timeout_s=None)
+    assert (ended.code, clock.asleep_s) == (3, 3600.0)
+    assert b"".join(taken) == b"first\nlast\n"
