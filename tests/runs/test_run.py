@@ -448,7 +448,7 @@ def test_a_record_that_is_locked_for_a_while_ends_no_run(tmp_path: Path) -> None
     told = threading.Event()
 
     def on_note(text: str) -> None:
-        if "is not known now: store: database is locked" in text:
+        if "is reckoned, not read: store: database is locked" in text:
             told.set()
 
     def trainer(label: str) -> int:
@@ -461,4 +461,4 @@ def test_a_record_that_is_locked_for_a_while_ends_no_run(tmp_path: Path) -> None
     world.cloud.commands = {"trainer": trainer}
     result = world.execute()
     assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.OK)
-    assert sum("is not known now" in line for line in world.notes.lines) == 1
+    assert sum("is reckoned, not read" in line for line in world.notes.lines) == 1

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from paceline import system
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import LazyEntry, load_entry
-from paceline.refit.compose.control import connect_control
-from paceline.refit.control.protocol import ControlClient, ControlPlane, ReplicaBoard
+from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.transports.protocol import ObjectReader
 from paceline.refit.transports.registry import OBJECT_READERS, OBJECT_SERVERS
 from paceline.refit.transports.several import SeveralReaders, SeveralServers, Source
@@ -159,32 +158,6 @@ def follow_bucket(url: str, *, allow_http: bool = False) -> ControlPlane:
         return [(item.version, item.shards) for item in commits.newest().versions]
 
     return BucketControl(newest, clock=system.system_clock())
-
-
-def open_control(
-    address: str,
-    *,
-    token: str,
-    run_id: str,
-    data: DataPlane | None = None,
-    timeout_s: float = 30.0,
-    allow_plaintext: bool = False,
-) -> ControlPlane:
-    """Return the control service at an address, or the bucket that it names.
-
-    Raises as ``connect_control`` and ``data_plane`` do.
-    """
-    if is_bucket(address):
-        plane = data or data_plane(system.environ(), run_id=run_id)
-        return follow_bucket(address, allow_http=plane.allow_http_bucket)
-    return connect_control(
-        address, token=token, timeout_s=timeout_s, allow_plaintext=allow_plaintext
-    )
-
-
-def board_of(address: str, control: ControlPlane) -> ReplicaBoard | None:
-    """Return where receivers tell each other what they have; a bucket is no such place."""
-    return None if is_bucket(address) else cast(ControlClient, control)
 
 
 def _server(transport: str, plane: DataPlane, token: Callable[[], str], name: str) -> Source:

@@ -8,7 +8,8 @@ from typing import Any
 from paceline import system
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import load_credentials
-from paceline.refit.compose.data import board_of, data_plane, open_control, open_reader
+from paceline.refit.compose.data import data_plane, open_reader
+from paceline.refit.compose.following import board_of, open_control
 from paceline.refit.compose.supply import open_supply, with_run_tls
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
