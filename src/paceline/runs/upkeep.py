@@ -200,7 +200,7 @@ def close_ended(keeping: Keeping) -> None:
 
 
 def _remove_secrets(run_dir: Path) -> None:
-    """Remove a killed driver's tokens, also those that were on their way to machines."""
+    """Remove a killed driver's tokens, also those that were on their way, and its last words."""
     for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
         shutil.rmtree(folder)
     forget_driven(run_dir)
