@@ -212,6 +212,7 @@ class TrainerConnection:
             payload_format=self.settings.payload_format,
             anchor_every=self.settings.anchor_every,
             sign=signer(self._credentials),
+            checkpoint_files=_config_of(tensors),
         )
         made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
         if self.settings.format is PublishedFormat.CANONICAL:
@@ -289,6 +290,17 @@ class TrainerConnection:
             self._control.record_event(event)
         except ControlError as exc:
             log.warning("event %s was not recorded: %s", name, exc)
+
+
+def _config_of(tensors: object) -> Mapping[str, bytes]:
+    """Return what a checkpoint needs beside its weights, as far as the model tells it."""
+    found = {"config.json": "config", "generation_config.json": "generation_config"}
+    configs = {name: getattr(tensors, attribute, None) for name, attribute in found.items()}
+    return {
+        name: config.to_json_string().encode()
+        for name, config in configs.items()
+        if hasattr(config, "to_json_string")
+    }
 
 
 @contextmanager

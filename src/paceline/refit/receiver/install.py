@@ -295,7 +295,7 @@ class Installer:
         whole = base is None or self._since_whole_check >= self._limits.whole_check_every
         if whole:
             self._since_whole_check = 0
-        return Checks(whole=whole, tools=self._tools)
+        return Checks(whole=whole, payload=False, tools=self._tools)  # the fetcher has proven it
 
     def _prove(self, staged: StagedInstall, label: InstalledVersion, checks: Checks) -> None:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""

@@ -92,6 +92,11 @@ class Bucket:
                         "changes, use another prefix or run"
                     ) from None
 
+    def copy_new(self, source: str, key: str) -> None:
+        """Show a key's bytes under another one too; the store copies. Raises PublishError."""
+        with _refusing(PublishError, f"copying to {key}", self.url):
+            obstore.copy(self._store, source, key)
+
     def put_hint(self, key: str, data: bytes) -> None:
         """Replace a key that only helps to find others. Raises PublishError."""
         with _refusing(PublishError, f"writing {key}", self.url):
