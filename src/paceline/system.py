@@ -64,9 +64,13 @@ def new_nonce(num_bytes: int = 4) -> str:
     return secrets.token_hex(num_bytes)
 
 
+_chance = random.SystemRandom()
+"""Neither shared with a forked process, whose jitter would be ours, nor with whoever seeds."""
+
+
 def chance() -> float:
     """Return a random number in [0, 1) for jitter; not for secrets."""
-    return random.random()  # noqa: S311 - jitter
+    return _chance.random()
 
 
 def state_dir() -> Path:

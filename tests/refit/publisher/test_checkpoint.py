@@ -20,6 +20,7 @@ from paceline.refit.model import TensorBuffer, TrainerStagingMode, WeightPayload
 from paceline.refit.publisher import Publisher, PublisherOptions
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.staging import checkpoint
+from paceline.refit.staging.object_storage import INDEX, read_checkpoint
 from paceline.refit.staging.torch_bytes import byte_view
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 from paceline.refit.transports.memory import MemoryObjectServer
@@ -32,6 +33,7 @@ from paceline.system import system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 from paceline.testing.payloads import tensor_entry
 from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
+from refit.conftest import SMALL_DISK_BYTES
 
 CHECKPOINT = WeightPayloadFormat.FULL_HF_CHECKPOINT
 
@@ -172,3 +174,28 @@ def test_an_index_that_cannot_be_written_leaves_nothing_visible(
         assert states[first.version_id] == "READY"
         assert list(states.values()).count("READY") == 1
         assert not (tmp_path / "r-000001" / "model.safetensors.index.json").exists()
+
+
+def test_a_bucket_without_room_keeps_the_version_before(small_disk: Path, tmp_path: Path) -> None:
+    """The error says what to free, the old version is still loaded, and room lets it go on."""
+    bucket = Bucket(f"file://{small_disk}/bucket")
+    weights = {"w": torch.zeros(SMALL_DISK_BYTES // 16)}  # a quarter of the disk
+    ledger, publisher = made(BucketObjectServer(bucket), weights)
+    with publisher:
+        first = publisher.publish(step=0)
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(SMALL_DISK_BYTES * 5 // 8))
+        weights["w"] += 1
+        with pytest.raises(PublishError, match="remove folders of old versions"):
+            publisher.publish(step=1)
+        states = {each.uid: str(each.state) for each in ledger.list_versions("m")}
+        assert states[first.version_id] == "READY"
+        assert list(states.values()).count("READY") == 1
+        found = read_checkpoint(bucket, f"{first.version_id}/{INDEX}")
+        assert bytes(found["w"].data) == bytes(weights["w"].numel() * 4)
+        assert not (small_disk / "bucket" / "r-000001" / INDEX).exists()
+        filler.unlink()
+        third = publisher.publish(step=2)
+        assert bytes(read_checkpoint(bucket, f"{third.version_id}/{INDEX}")["w"].data) == (
+            weights["w"].numpy().tobytes()
+        )

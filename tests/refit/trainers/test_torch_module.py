@@ -139,7 +139,11 @@ def test_it_is_found_by_name_and_signs_its_protocols() -> None:
     assert isinstance(trainer, SupportsChain)
     assert isinstance(trainer, SupportsAnchors)
     assert trainer.source_slot_id == "publisher:global-rank:3"
-    assert trainer.supported_payload_formats == {FULL, DELTA, WeightPayloadFormat.FULL_HF_CHECKPOINT}
+    assert trainer.supported_payload_formats == {
+        FULL,
+        DELTA,
+        WeightPayloadFormat.FULL_HF_CHECKPOINT,
+    }
     assert trainer.supported_staging_modes == {HOST, PLACE}
 
 
