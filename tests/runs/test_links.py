@@ -103,8 +103,10 @@ def test_a_canonical_job_publishes_into_its_bucket(tmp_path: Path) -> None:
         ),
         ("payload: FULL_HF_CHECKPOINT", "FULL_HF_CHECKPOINT needs objectstore"),
         (
-            "payload: FULL_HF_CHECKPOINT, transports: objectstore, bucket: 's3://b', "
-            "staging: IN_PLACE",
+            (
+                "payload: FULL_HF_CHECKPOINT, staging: IN_PLACE, transports: objectstore, "
+                "bucket: 's3://b'"
+            ),
             "FULL_HF_CHECKPOINT needs objectstore",
         ),
         ("format: slime", "expected 'paceline' or 'canonical'"),
