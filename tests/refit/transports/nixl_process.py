@@ -2,8 +2,8 @@
 
 ``serve BYTES`` serves an object of so many patterned bytes; for each line on its input, which is
 ``withdraw`` or ``other``, it withdraws that object, or lets another one come and go.
-``read BYTES TIMEOUT`` takes an endpoint as its first line and reads that object once per line and tells what came; with ``plan``
-and ``run TIMEOUT`` in two steps.
+``read BYTES TIMEOUT`` is told an endpoint first, then reads that object once per line and tells
+what came; with ``plan`` and ``run TIMEOUT`` in two steps.
 """
 
 # ruff: noqa: T201 - printing is how it answers

@@ -294,13 +294,12 @@ class TrainerConnection:
 
 def _config_of(tensors: object) -> Mapping[str, bytes]:
     """Return what a checkpoint needs beside its weights, as far as the model tells it."""
-    found = {"config.json": "config", "generation_config.json": "generation_config"}
-    configs = {name: getattr(tensors, attribute, None) for name, attribute in found.items()}
-    return {
-        name: config.to_json_string().encode()
-        for name, config in configs.items()
-        if hasattr(config, "to_json_string")
-    }
+    found: dict[str, bytes] = {}
+    for name in ("config", "generation_config"):
+        render = getattr(getattr(tensors, name, None), "to_json_string", None)
+        if render is not None:
+            found[f"{name}.json"] = render().encode()
+    return found
 
 
 @contextmanager
