@@ -12,6 +12,9 @@ import platformdirs
 
 from paceline.core.clock import AsyncClock, Clock
 
+_SYSTEM_RANDOM = random.SystemRandom()
+"""Leaves alone the state of `random`, which is the program's that we run in."""
+
 
 class SystemClock:
     """The computer's own clock."""
@@ -64,13 +67,9 @@ def new_nonce(num_bytes: int = 4) -> str:
     return secrets.token_hex(num_bytes)
 
 
-_chance = random.SystemRandom()
-"""Neither shared with a forked process, whose jitter would be ours, nor with whoever seeds."""
-
-
 def chance() -> float:
     """Return a random number in [0, 1) for jitter; not for secrets."""
-    return _chance.random()
+    return _SYSTEM_RANDOM.random()
 
 
 def state_dir() -> Path:
