@@ -301,7 +301,9 @@ class Installer:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""
         try:
             only = None if checks.whole else ()
-            root = prove_live(self._engine.live_tensors(), staged.entries, only=only)
+            root = prove_live(
+                self._engine.live_tensors(), staged.entries, only=only, tools=self._tools
+            )
             if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
                 from paceline.refit.staging.mirror import prove_device
 
