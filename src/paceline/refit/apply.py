@@ -9,9 +9,9 @@ that are replaced by full words are copied while they are written. Weights that 
 survive a crash too, if ``write_install`` is given a journal (``refit.journal``).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -21,6 +21,7 @@ from paceline.refit.delta.order import WordKind, Words, as_words, chunks, kind_o
 from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
+from paceline.refit.journal import Journal
 from paceline.refit.manifest.fit import check_layout, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
@@ -50,19 +51,6 @@ class Checks:
 
 
 FULL = Checks()
-
-
-class Journal(Protocol):
-    """Keeps what is going to be overwritten where a crash cannot reach it."""
-
-    def keep(self, name: str, start: int, steps: Steps | None, old: Words) -> None:
-        """Keep the words of one chunk: those at the steps, or all from ``start`` on."""
-
-    def seal(self) -> None:
-        """Return once everything kept is safe; only then the first word is written."""
-
-    def finish(self) -> None:
-        """Return once the weights themselves are safe and the journal is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,8 +169,8 @@ def write_install(
             for write in staged.writes:
                 _keep(write, journal, tools)
             journal.seal()
-        for write in staged.writes:
-            _write_tensor(write, done, tools, xxhash.xxh3_128() if prove else None)
+        for _ in tools.run(lambda job: job(), _jobs(staged.writes, done, tools, prove=prove)):
+            pass
         if journal is not None:
             journal.finish()
     except BaseException as exc:  # also when interrupted: live memory must not stay half written
@@ -370,16 +358,18 @@ def _compared(
     return hasher.hexdigest(), changed, None if few is None else tuple(few)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Written:
     """One chunk that was written, or is being written."""
 
     write: TensorWrite
     part: slice
-    steps: Steps | None
+    steps: Steps | None = None
     """Loops write all of them or none."""
-    old: Words | None
+    old: Words | None = None
     """What was overwritten; None where the chunk can be taken back without it."""
+    is_whole: bool = False
+    """It is written for certain; otherwise a failure may have come before or behind the write."""
 
 
 def updates_of(write: TensorWrite, tools: Tools) -> Iterable[Update]:
@@ -403,35 +393,61 @@ def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
         journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
 
 
-def _write_tensor(
-    write: TensorWrite, done: list[_Written], tools: Tools, hasher: xxhash.xxh3_128 | None
-) -> None:
-    """Write chunk by chunk; ``done`` tells which, the one that is being written included."""
-    hashed = 0
+def _jobs(
+    writes: Iterable[TensorWrite], done: list[_Written], tools: Tools, *, prove: bool
+) -> Iterator[Callable[[], None]]:
+    """Cut the writing into parts that threads may do at once; ``done`` tells what has begun."""
+    for write in writes:
+        if prove or write.steps is None:
+            yield partial(_write_tensor, write, done, tools, prove=prove)
+        else:
+            yield from (partial(_write_chunk, write, done, tools, step) for step in write.steps)
+
+
+def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools, *, prove: bool) -> None:
+    """Write chunk by chunk, and hash right behind the writes if ``prove``."""
+    hasher, hashed = xxhash.xxh3_128() if prove else None, 0
     goes_back = write.steps is not None or is_flip(
         write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
     )
     for update in updates_of(write, tools):
-        here = write.live[update.part]
         if hasher is not None:
             hasher.update(write.live[hashed : update.part.start].data)
             hashed = update.part.stop
-        if isinstance(update.new, Steps):
-            done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
-            seen = None if hasher is None else _hashing(hasher)
-            tools.loops.add(update.new, here, kind_of(write.dtype), seen=seen)
-            continue
-        done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
-        here[:] = update.new
-        if hasher is not None:
-            hasher.update(here.data)
-        if goes_back:
-            done[-1] = replace(done[-1], old=None)
+        _write_chunk(write, done, tools, update, goes_back=goes_back, hasher=hasher)
     if hasher is None:
         return
     hasher.update(write.live[hashed:].data)
     if hasher.hexdigest() != write.digest:
         raise VerifyError(f"tensor {write.name!r}: what was written does not have its digest")
+
+
+def _write_chunk(
+    write: TensorWrite,
+    done: list[_Written],
+    tools: Tools,
+    update: Update,
+    *,
+    goes_back: bool = True,
+    hasher: xxhash.xxh3_128 | None = None,
+) -> None:
+    """Write one chunk; ``done`` has it from before the first word on."""
+    here, new = write.live[update.part], update.new
+    item = _Written(write=write, part=update.part)
+    if isinstance(new, Steps):
+        item.steps = new
+        done.append(item)
+        seen = None if hasher is None else _hashing(hasher)
+        tools.loops.add(new, here, kind_of(write.dtype), seen=seen)
+    else:
+        item.old = here.copy()
+        done.append(item)
+        here[:] = new
+        if hasher is not None:
+            hasher.update(here.data)
+        if goes_back:
+            item.old = None
+    item.is_whole = True
 
 
 def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
@@ -441,10 +457,10 @@ def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
 def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
     flipped: dict[str, tuple[TensorWrite, int]] = {}
     try:
-        for index, item in enumerate(reversed(done)):
+        for item in reversed(done):
             here = item.write.live[item.part]
             if item.steps is not None:
-                _step_back(item, item.steps, may_be_old=index == 0, tools=tools)
+                _step_back(item, item.steps, may_be_old=not item.is_whole, tools=tools)
             elif item.old is not None:
                 here[:] = item.old
             else:
@@ -461,7 +477,7 @@ def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
 
 
 def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) -> None:
-    """Take one chunk back and prove it; the last one may not have been written at all.
+    """Take one chunk back and prove it; it may not have been written at all.
 
     Raises:
         ParseError: the words are neither the old nor the new ones.
