@@ -6,6 +6,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
 from paceline.rental.errors import (
+    AbsentError,
     AuthError,
     BackendError,
     BootFailedError,
@@ -31,7 +32,7 @@ def wait_running(
     timeout_s: float,
     what: str = "the machine",
     interval_s: float = 5.0,
-    probe: Callable[[], None] | None = None,
+    probe: Callable[[InstanceStatus], None] | None = None,
 ) -> None:
     """Ask ``status`` until it says running, and then ``probe`` until it does not raise.
 
@@ -41,8 +42,8 @@ def wait_running(
         timeout_s: for both together.
         what: the machine, in an error.
         interval_s: between two questions, once it has taken a while.
-        probe: reaches the machine itself, such as ``NetworkRemote.probe``: what a provider calls
-            running need not answer.
+        probe: reaches the machine itself, at the address that its status has, such as
+            ``Reach.probe``: what a provider calls running need not answer.
 
     Raises:
         DeadlineExceededError: it did not within ``timeout_s``; says what was in the way last.
@@ -92,12 +93,15 @@ def wait_gone(
     clock: Clock,
     timeout_s: float,
     what: str,
+    looks_first: bool = False,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
-    Return whether there was anything to destroy. ``destroy`` is given what ``status`` said last,
-    None if it never answered: some machines are on their way out already. It may raise
+    The order comes first: a look before it would only cost a place in the provider's pace. With
+    ``looks_first`` it comes second, for providers that refuse to end what is on its way out, and
+    ``destroy`` is given what ``status`` said last, None if it has not answered. It may raise
     AbsentError, which alone proves nothing: some providers do not know their newest machines.
+    Return whether there was anything to destroy.
 
     Raises:
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
@@ -105,7 +109,7 @@ def wait_gone(
     """
     said = "no answer"
     seen: InstanceStatus | None = None
-    num_orders = 0
+    was_there = False
 
     def is_gone() -> bool:
         nonlocal said, seen
@@ -120,25 +124,36 @@ def wait_gone(
         said = f"state {state}"
         return state is InstanceState.DESTROYED
 
-    def is_gone_or_told() -> bool:
-        nonlocal said, num_orders
-        if is_gone():
+    def is_gone_when_told() -> bool:
+        nonlocal said, was_there
+        if looks_first and seen is None and is_gone():
             return True
-        num_orders += 1
         try:
             destroy(seen)
+        except AbsentError as exc:
+            said = str(exc)
         except BackendError as exc:
             said = _unless_auth(exc)
+            was_there = True
+        else:
+            was_there = True
         return is_gone()
 
     try:
-        wait_until(is_gone_or_told, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
+        wait_until(
+            is_gone_when_told,
+            what=what,
+            clock=clock,
+            timeout_s=timeout_s,
+            interval_s=_POLL_S,
+            first_interval_s=_FIRST_POLL_S,
+        )
     except DeadlineExceededError as exc:
         raise NotProvenGoneError(
             f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
             f"{said}; tear down again, or look at the provider's console"
         ) from exc
-    return num_orders > 0
+    return was_there
 
 
 def _unless_auth(failure: BackendError) -> str:
@@ -153,7 +168,7 @@ class _Wait:
         self,
         *,
         status: Callable[[], InstanceStatus],
-        probe: Callable[[], None] | None,
+        probe: Callable[[InstanceStatus], None] | None,
         clock: Clock,
         what: str,
     ) -> None:
@@ -165,19 +180,20 @@ class _Wait:
         self._denied_s: float | None = None
 
     def is_usable(self) -> bool:
-        state = InstanceState.parse(self._status().state)
+        status = self._status()
+        state = InstanceState.parse(status.state)
         if state is InstanceState.DESTROYED:
             raise InstanceNotFoundError(
                 f"{self._what} went away while it was expected to start; rent another"
             )
         self.obstacle = f"its backend says {state}"
-        return state is InstanceState.RUNNING and self._answers()
+        return state is InstanceState.RUNNING and self._answers(status)
 
-    def _answers(self) -> bool:
+    def _answers(self, status: InstanceStatus) -> bool:
         if self._probe is None:
             return True
         try:
-            self._probe()
+            self._probe(status)
         except SshDeniedError as exc:
             now_s = self._clock.monotonic()
             self._denied_s = now_s if self._denied_s is None else self._denied_s

@@ -37,6 +37,7 @@ from paceline.runs.plan import (
 )
 from paceline.runs.queries import engines_at_end
 from paceline.runs.report import RunFacts
+from paceline.runs.rounds import Rounds
 from paceline.runs.signals import Signals
 from paceline.store.protocol import StoreError
 
@@ -70,6 +71,15 @@ class RunDriver:
             model_name=None if parts.job.refit is None else parts.job.refit.model,
             note=self.note,
         )
+        self._rounds = None
+        if parts.ticking is not None:
+            self._rounds = Rounds(
+                parts.ticking,
+                run_id=parts.run_id,
+                clock=parts.clock,
+                note=self.note,
+                record=parts.journal.record,
+            )
         self._cost_usd = 0.0
         self._burn_dph = 0.0
         self._cost_due_s = 0.0
@@ -308,6 +318,8 @@ class RunDriver:
             self._cost_due_s = now_s + COST_EVERY_S
             self._poll_cost()
         self._parts.beats.poll()
+        if self._rounds is not None:
+            self._rounds.poll()
         if now_s >= self._live_due_s:
             self._live_due_s = now_s + LIVE_EVERY_S
             self._write_live()
