@@ -107,41 +107,11 @@ def wait_gone(
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
         AuthError: the key was refused.
     """
-    said = "no answer"
-    seen: InstanceStatus | None = None
-    was_there = False
-
-    def is_gone() -> bool:
-        nonlocal said, seen
-        try:
-            seen = status()
-        except InstanceNotFoundError:
-            return True
-        except BackendError as exc:
-            said = _unless_auth(exc)
-            return False
-        state = InstanceState.parse(seen.state)
-        said = f"state {state}"
-        return state is InstanceState.DESTROYED
-
-    def is_gone_when_told() -> bool:
-        nonlocal said, was_there
-        if looks_first and seen is None and is_gone():
-            return True
-        try:
-            destroy(seen)
-        except AbsentError as exc:
-            said = str(exc)
-        except BackendError as exc:
-            said = _unless_auth(exc)
-            was_there = True
-        else:
-            was_there = True
-        return is_gone()
-
+    leaving = _Leaving(status=status, destroy=destroy)
+    ready = leaving.is_gone_or_told if looks_first else leaving.is_gone_when_told
     try:
         wait_until(
-            is_gone_when_told,
+            ready,
             what=what,
             clock=clock,
             timeout_s=timeout_s,
@@ -151,9 +121,9 @@ def wait_gone(
     except DeadlineExceededError as exc:
         raise NotProvenGoneError(
             f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
-            f"{said}; tear down again, or look at the provider's console"
+            f"{leaving.said}; tear down again, or look at the provider's console"
         ) from exc
-    return was_there
+    return leaving.was_there
 
 
 def _unless_auth(failure: BackendError) -> str:
@@ -206,3 +176,48 @@ class _Wait:
         else:
             return True
         return False
+
+
+class _Leaving:
+    """A machine on its way out, and what was said of it last."""
+
+    def __init__(
+        self,
+        *,
+        status: Callable[[], InstanceStatus],
+        destroy: Callable[[InstanceStatus | None], None],
+    ) -> None:
+        self.said = "no answer"
+        self.was_there = False
+        self._status = status
+        self._destroy = destroy
+        self._seen: InstanceStatus | None = None
+
+    def is_gone_or_told(self) -> bool:
+        """Look, and give the order only to what is there."""
+        return self._is_gone() or self.is_gone_when_told()
+
+    def is_gone_when_told(self) -> bool:
+        """Give the order and look."""
+        try:
+            self._destroy(self._seen)
+        except AbsentError as exc:
+            self.said = str(exc)
+        except BackendError as exc:
+            self.said = _unless_auth(exc)
+            self.was_there = True
+        else:
+            self.was_there = True
+        return self._is_gone()
+
+    def _is_gone(self) -> bool:
+        try:
+            self._seen = self._status()
+        except InstanceNotFoundError:
+            return True
+        except BackendError as exc:
+            self.said = _unless_auth(exc)
+            return False
+        state = InstanceState.parse(self._seen.state)
+        self.said = f"state {state}"
+        return state is InstanceState.DESTROYED
