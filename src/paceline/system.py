@@ -12,6 +12,9 @@ import platformdirs
 
 from paceline.core.clock import AsyncClock, Clock
 
+_SYSTEM_RANDOM = random.SystemRandom()
+"""Leaves alone the state of `random`, which is the program's that we run in."""
+
 
 class SystemClock:
     """The computer's own clock."""
@@ -66,7 +69,7 @@ def new_nonce(num_bytes: int = 4) -> str:
 
 def chance() -> float:
     """Return a random number in [0, 1) for jitter; not for secrets."""
-    return random.random()  # noqa: S311 - jitter
+    return _SYSTEM_RANDOM.random()
 
 
 def state_dir() -> Path:

@@ -25,6 +25,7 @@ from paceline.rental.records import LABEL_PREFIX, Machine
 from paceline.runs.adopt import ORDER_FILE
 from paceline.runs.bootstrap import CONTROL_SECRETS, KIT_PREFIX
 from paceline.runs.ledger import RunLedger, RunRecord
+from paceline.runs.live import LIVE_NAME
 from paceline.runs.owner import Owner, owner_of
 
 DOWN_TIMEOUT_S = 300.0
@@ -200,10 +201,11 @@ def close_ended(keeping: Keeping) -> None:
 
 
 def _remove_secrets(run_dir: Path) -> None:
-    """Remove a killed driver's tokens, also those that were on their way to machines."""
+    """Remove a killed driver's tokens, also those that were on their way, and its last words."""
     for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
         shutil.rmtree(folder)
-    (run_dir / ORDER_FILE).unlink(missing_ok=True)
+    for name in (ORDER_FILE, LIVE_NAME):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list[InstanceHandle]:
