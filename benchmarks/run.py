@@ -4,8 +4,9 @@ Rented is from a provider on loopback with a real sshd behind its machine; the s
 computer's own backend is measured beside it. Overhead counts from typing the command to its exit,
 less the boot time that the fake was told to take.
 
-The default is the provider whose limits cost a short run least: Vast lets a machine be read every two
-seconds, Lambda anything every second, and the fakes of Lambda and Nebius take their time to end one.
+The default is the provider whose limits cost a short run least: Vast lets a machine be read every
+two seconds, Lambda anything every second, and the fakes of Lambda and Nebius take their time to
+end one.
 """
 
 import getpass
