@@ -22,7 +22,7 @@ from paceline.refit.delta.loops import NumpyLoops
 from paceline.refit.delta.order import WordKind, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
-from paceline.refit.kernels.registry import load_loops
+from paceline.refit.kernels.registry import load_loops, process_tools
 from paceline.refit.manifest.payload import describe_object
 from paceline.refit.manifest.v1 import Manifest, Scheme
 from paceline.refit.model import TensorBuffer, TensorEntry
@@ -175,6 +175,29 @@ def test_whole_tensors_go_back(scheme: Scheme) -> None:
         write_install(install, tools=Tools(loops=BreakingLoops(2)))
     assert content(live) == before
     write_install(install)
+    assert content(live) == content(new)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("prove", [False, True])
+def test_threads_that_write_at_once_are_all_taken_back(nth: int, when: str, prove: bool) -> None:
+    """Whichever of many writes fails, what other threads wrote or were writing is undone too."""
+    live, new = {}, {}
+    for seed in range(8):
+        base, after = small(seed)
+        for name in "abcd":
+            live[f"{seed}{name}"] = replace(base[name], name=f"{seed}{name}")
+            new[f"{seed}{name}"] = replace(after[name], name=f"{seed}{name}")
+    before = content(live)
+    install = staged(delta_payload(live, new), live, base=entries_of(live))
+    run = process_tools(3).run
+    with pytest.raises(ApplyError, match="no power"):
+        write_install(
+            install, tools=Tools(loops=BreakingLoops(nth, when=when), run=run), prove=prove
+        )
+    assert content(live) == before
+    write_install(install, tools=Tools(run=run), prove=prove)
     assert content(live) == content(new)
 
 
@@ -365,3 +388,21 @@ def test_proof_names_what_moved() -> None:
         prove_live(live, entries.values())
     with pytest.raises(VerifyError, match="names differ"):
         prove_live({"c": live["c"]}, entries.values())
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_what_happens_to_proven_bytes_in_memory_is_found(kind: str) -> None:
+    """Payload hashes are not computed twice; contents are, so no other weights get in."""
+    live, new = tensors_of("base"), tensors_of("new")
+    manifest, data = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
+    before, proven = content(live), replace(FULL, payload=False)
+    base = entries_of(live)
+    with pytest.raises(VerifyError, match=f"has {len(data) - 1} bytes"):
+        staged((manifest, data[:-1]), live, base=base, checks=proven)
+    for segment in manifest.segments:
+        if segment.num_bytes:
+            altered = bytearray(data)
+            altered[segment.offset + segment.num_bytes // 2] ^= 1
+            with pytest.raises(VerifyError):
+                staged((manifest, bytes(altered)), live, base=base, checks=proven)
+    assert content(live) == before

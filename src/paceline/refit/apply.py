@@ -9,9 +9,9 @@ that are replaced by full words are copied while they are written. Weights that 
 survive a crash too, if ``write_install`` is given a journal (``refit.journal``).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -21,6 +21,8 @@ from paceline.refit.delta.order import WordKind, Words, as_words, chunks, kind_o
 from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
+from paceline.refit.journal import Journal
+from paceline.refit.manifest.fit import check_layout, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
@@ -30,7 +32,6 @@ _KEPT_BYTES = 32 * 2**20
 engine waits. Beyond it, steps alone are held."""
 _FEW = 8
 """Up to one changed element in this many, full words are written as steps."""
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +44,13 @@ class Checks:
     """
 
     whole: bool = True
+    payload: bool = True
+    """False where the payload's hashes were checked while it was fetched into memory that nobody
+    else writes: they are not computed twice."""
     tools: Tools = REFERENCE
 
 
 FULL = Checks()
-
-
-class Journal(Protocol):
-    """Keeps what is going to be overwritten where a crash cannot reach it."""
-
-    def keep(self, name: str, start: int, steps: Steps | None, old: Words) -> None:
-        """Keep the words of one chunk: those at the steps, or all from ``start`` on."""
-
-    def seal(self) -> None:
-        """Return once everything kept is safe; only then the first word is written."""
-
-    def finish(self) -> None:
-        """Return once the weights themselves are safe and the journal is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,12 +121,7 @@ def stage_install(
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
         _check_base(manifest, live, base, checks)
-    for item in manifest.objects:
-        data = objects.get(item.object_id)
-        if data is None:
-            raise VerifyError(f"object {item.object_id} of the manifest was not fetched")
-        verify_object(item, data)
-        check_header(data, manifest.payload_format)
+    _check_objects(manifest, objects, checks)
     writes = []
     room = _KEPT_BYTES
     for segment in manifest.segments:
@@ -145,6 +131,8 @@ def stage_install(
         room -= write.kept_bytes
         if write.changed_elements:
             writes.append(write)
+    if checks.whole:
+        _check_after(writes, checks.tools)
     return StagedInstall(
         root_digest=manifest.root_digest,
         entries=manifest.tensors,
@@ -181,8 +169,8 @@ def write_install(
             for write in staged.writes:
                 _keep(write, journal, tools)
             journal.seal()
-        for write in staged.writes:
-            _write_tensor(write, done, tools, xxhash.xxh3_128() if prove else None)
+        for _ in tools.run(lambda job: job(), _jobs(staged.writes, done, tools, prove=prove)):
+            pass
         if journal is not None:
             journal.finish()
     except BaseException as exc:  # also when interrupted: live memory must not stay half written
@@ -202,6 +190,7 @@ def prove_live(
     entries: Iterable[TensorEntry],
     *,
     only: Iterable[str] | None = None,
+    tools: Tools = REFERENCE,
 ) -> str:
     """Hash live memory and return the root digest that it proves.
 
@@ -209,41 +198,41 @@ def prove_live(
         live: the live tensors by canonical name.
         entries: what they should be, all of them.
         only: hash these names and trust the entries for the others; all by default.
+        tools: what the work is done with.
 
     Raises:
         VerifyError: a tensor is missing or its bytes are not what its entry says.
     """
     expected = {entry.name: entry for entry in entries}
-    _refuse(sorted(expected.keys() ^ live.keys()), "names differ from the live tensors")
-    names = expected.keys() if only is None else only
-    wrong = [name for name in names if content_digest(live[name].data) != expected[name].digest]
-    _refuse(wrong, "live bytes do not have the digest of this version")
+    refuse_names(sorted(expected.keys() ^ live.keys()), "names differ from the live tensors")
+    wrong = _others(live, list(expected if only is None else only), expected, tools)
+    refuse_names(wrong, "live bytes do not have the digest of this version")
     return root_digest(expected.values())
 
 
-def check_layout(
-    manifest: Manifest, live: Mapping[str, TensorBuffer], aliases: Mapping[str, str]
-) -> None:
-    """Refuse a version whose tensors are not the live ones: names, dtypes, shapes, ties.
+def _others(
+    live: Mapping[str, TensorBuffer],
+    names: Sequence[str],
+    expected: Mapping[str, TensorEntry],
+    tools: Tools,
+) -> Sequence[str]:
+    """Return which live tensors are others than expected."""
+    found = tools.run(lambda name: content_digest(live[name].data), names)
+    return [
+        name for name, digest in zip(names, found, strict=True) if digest != expected[name].digest
+    ]
 
-    Raises:
-        VerifyError: naming what differs.
-    """
-    entries = {entry.name: entry for entry in manifest.tensors}
-    _refuse(sorted(entries.keys() - live.keys()), "in the version, not in the engine")
-    _refuse(sorted(live.keys() - entries.keys()), "in the engine, not in the version")
-    for name, entry in entries.items():
-        here = live[name]
-        if (here.dtype, here.shape) != (entry.dtype, entry.shape):
-            raise VerifyError(
-                f"tensor {name!r} is {entry.dtype}{list(entry.shape)} in the version and "
-                f"{here.dtype}{list(here.shape)} in the engine; nothing is cast or reshaped"
-            )
-        if len(here.data) != entry.num_bytes:
-            raise VerifyError(f"tensor {name!r}: {len(here.data)} live, {entry.num_bytes} bytes")
-    tied = {pair for pair in manifest.aliases if aliases.get(pair[0]) != pair[1]}
-    tied |= set(aliases.items()) - set(manifest.aliases)
-    _refuse(sorted(f"{name} = {canonical}" for name, canonical in tied), "tied on one side only")
+
+def _check_objects(manifest: Manifest, objects: Mapping[str, memoryview], checks: Checks) -> None:
+    for item in manifest.objects:
+        data = objects.get(item.object_id)
+        if data is None:
+            raise VerifyError(f"object {item.object_id} of the manifest was not fetched")
+        if checks.payload:
+            verify_object(item, data)
+        elif data.nbytes != item.num_bytes:
+            raise VerifyError(f"object {item.object_id} has {data.nbytes} bytes")
+        check_header(data, manifest.payload_format)
 
 
 def _check_base(
@@ -262,19 +251,17 @@ def _check_base(
             "install the versions between, or a full one"
         )
     names = {entry.name for entry in manifest.tensors}
-    _refuse(sorted(names ^ base.keys()), "in the version or in its base only")
+    refuse_names(sorted(names ^ base.keys()), "in the version or in its base only")
     changed = {segment.tensor for segment in manifest.segments}
     hole = [
         entry.name
         for entry in manifest.tensors
         if entry.name not in changed and entry.digest != base[entry.name].digest
     ]
-    _refuse(hole, "said to change, but the delta has no bytes for it")
+    refuse_names(hole, "said to change, but the delta has no bytes for it")
     if checks.whole:
-        moved = [
-            name for name in sorted(changed) if content_digest(live[name].data) != base[name].digest
-        ]
-        _refuse(moved, "live bytes are not the base any more; install a full version")
+        moved = _others(live, sorted(changed), base, checks.tools)
+        refuse_names(moved, "live bytes are not the base any more; install a full version")
 
 
 def _stage_tensor(
@@ -301,14 +288,11 @@ def _stage_tensor(
     if by_steps:
         updates = tuple(found)
         changed = sum(len(update.new) for update in updates)
-        digest = _digest_after(live, updates, kind, checks) if checks.whole else entry.digest
+        digest = entry.digest  # of all such tensors side by side, when all are known
         steps: tuple[Update, ...] | None = updates
     else:
         digest, changed, steps = _compared(live, found, kind, checks.tools)
-    if digest != entry.digest:
-        raise VerifyError(
-            f"tensor {entry.name!r}: digest {digest} instead of {entry.digest} after the change"
-        )
+    _expect(entry.name, digest, entry.digest)
     if by_steps and changed != segment.changed_elements:
         raise VerifyError(
             f"tensor {entry.name!r}: {changed} elements change, "
@@ -326,16 +310,29 @@ def _stage_tensor(
     )
 
 
-def _digest_after(live: Words, updates: Sequence[Update], kind: WordKind, checks: Checks) -> str:
+def _check_after(writes: Sequence[TensorWrite], tools: Tools) -> None:
+    """Prove what steps lead to, tensor beside tensor; nothing is written."""
+    known = [write for write in writes if write.scheme in {Scheme.GAP, Scheme.CLASSED}]
+    digests = tools.run(lambda write: _digest_after(write, tools), known)
+    for write, digest in zip(known, digests, strict=True):
+        _expect(write.name, digest, write.digest)
+
+
+def _expect(name: str, found: str, said: str) -> None:
+    if found != said:
+        raise VerifyError(f"tensor {name!r}: digest {found} instead of {said} after the change")
+
+
+def _digest_after(write: TensorWrite, tools: Tools) -> str:
     """Return the content digest that the steps would give, chunk by chunk on a copy."""
-    hasher = xxhash.xxh3_128()
-    found = {update.part.start: update.new for update in updates}
-    for part in chunks(len(live), kind):
+    hasher, kind = xxhash.xxh3_128(), kind_of(write.dtype)
+    found = {update.part.start: update.new for update in write.steps or ()}
+    for part in chunks(len(write.live), kind):
         steps = found.get(part.start)
-        after = live[part]
+        after = write.live[part]
         if isinstance(steps, Steps):
             after = after.copy()
-            checks.tools.loops.add(steps, after, kind)
+            tools.loops.add(steps, after, kind)
         hasher.update(after.data)
     return hasher.hexdigest()
 
@@ -361,16 +358,18 @@ def _compared(
     return hasher.hexdigest(), changed, None if few is None else tuple(few)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Written:
     """One chunk that was written, or is being written."""
 
     write: TensorWrite
     part: slice
-    steps: Steps | None
+    steps: Steps | None = None
     """Loops write all of them or none."""
-    old: Words | None
+    old: Words | None = None
     """What was overwritten; None where the chunk can be taken back without it."""
+    is_whole: bool = False
+    """It is written for certain; otherwise a failure may have come before or behind the write."""
 
 
 def updates_of(write: TensorWrite, tools: Tools) -> Iterable[Update]:
@@ -394,35 +393,61 @@ def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
         journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
 
 
-def _write_tensor(
-    write: TensorWrite, done: list[_Written], tools: Tools, hasher: xxhash.xxh3_128 | None
-) -> None:
-    """Write chunk by chunk; ``done`` tells which, the one that is being written included."""
-    hashed = 0
+def _jobs(
+    writes: Iterable[TensorWrite], done: list[_Written], tools: Tools, *, prove: bool
+) -> Iterator[Callable[[], None]]:
+    """Cut the writing into parts that threads may do at once; ``done`` tells what has begun."""
+    for write in writes:
+        if prove or write.steps is None:
+            yield partial(_write_tensor, write, done, tools, prove=prove)
+        else:
+            yield from (partial(_write_chunk, write, done, tools, step) for step in write.steps)
+
+
+def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools, *, prove: bool) -> None:
+    """Write chunk by chunk, and hash right behind the writes if ``prove``."""
+    hasher, hashed = xxhash.xxh3_128() if prove else None, 0
     goes_back = write.steps is not None or is_flip(
         write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
     )
     for update in updates_of(write, tools):
-        here = write.live[update.part]
         if hasher is not None:
             hasher.update(write.live[hashed : update.part.start].data)
             hashed = update.part.stop
-        if isinstance(update.new, Steps):
-            done.append(_Written(write=write, part=update.part, steps=update.new, old=None))
-            seen = None if hasher is None else _hashing(hasher)
-            tools.loops.add(update.new, here, kind_of(write.dtype), seen=seen)
-            continue
-        done.append(_Written(write=write, part=update.part, steps=None, old=here.copy()))
-        here[:] = update.new
-        if hasher is not None:
-            hasher.update(here.data)
-        if goes_back:
-            done[-1] = replace(done[-1], old=None)
+        _write_chunk(write, done, tools, update, goes_back=goes_back, hasher=hasher)
     if hasher is None:
         return
     hasher.update(write.live[hashed:].data)
     if hasher.hexdigest() != write.digest:
         raise VerifyError(f"tensor {write.name!r}: what was written does not have its digest")
+
+
+def _write_chunk(
+    write: TensorWrite,
+    done: list[_Written],
+    tools: Tools,
+    update: Update,
+    *,
+    goes_back: bool = True,
+    hasher: xxhash.xxh3_128 | None = None,
+) -> None:
+    """Write one chunk; ``done`` has it from before the first word on."""
+    here, new = write.live[update.part], update.new
+    item = _Written(write=write, part=update.part)
+    if isinstance(new, Steps):
+        item.steps = new
+        done.append(item)
+        seen = None if hasher is None else _hashing(hasher)
+        tools.loops.add(new, here, kind_of(write.dtype), seen=seen)
+    else:
+        item.old = here.copy()
+        done.append(item)
+        here[:] = new
+        if hasher is not None:
+            hasher.update(here.data)
+        if goes_back:
+            item.old = None
+    item.is_whole = True
 
 
 def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
@@ -432,10 +457,10 @@ def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
 def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
     flipped: dict[str, tuple[TensorWrite, int]] = {}
     try:
-        for index, item in enumerate(reversed(done)):
+        for item in reversed(done):
             here = item.write.live[item.part]
             if item.steps is not None:
-                _step_back(item, item.steps, may_be_old=index == 0, tools=tools)
+                _step_back(item, item.steps, may_be_old=not item.is_whole, tools=tools)
             elif item.old is not None:
                 here[:] = item.old
             else:
@@ -452,7 +477,7 @@ def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
 
 
 def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) -> None:
-    """Take one chunk back and prove it; the last one may not have been written at all.
+    """Take one chunk back and prove it; it may not have been written at all.
 
     Raises:
         ParseError: the words are neither the old nor the new ones.
@@ -471,11 +496,3 @@ def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) 
 
 def _num_elements(buffer: TensorBuffer) -> int:
     return len(buffer.data) // kind_of(buffer.dtype).width
-
-
-def _refuse(names: Sequence[str], why: str) -> None:
-    if not names:
-        return
-    more = len(names) - _NAMES_SHOWN
-    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-    raise VerifyError(f"{shown}{f' and {more} more' if more > 0 else ''}: {why}")

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 import xxhash
@@ -28,6 +28,19 @@ from paceline.refit.model import TensorBuffer
 _MAGIC: Final = b"PACELINE-UNDO\0\0\1"
 _HEAD: Final = struct.Struct("<IQBQQQ")
 _NAME_BYTES_MAX: Final = 2**16
+
+
+class Journal(Protocol):
+    """Keeps what is going to be overwritten where a crash cannot reach it."""
+
+    def keep(self, name: str, start: int, steps: Steps | None, old: Words) -> None:
+        """Keep the words of one chunk: those at the steps, or all from ``start`` on."""
+
+    def seal(self) -> None:
+        """Return once everything kept is safe; only then the first word is written."""
+
+    def finish(self) -> None:
+        """Return once the weights themselves are safe and the journal is gone."""
 
 
 class FileJournal:

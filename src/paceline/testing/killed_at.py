@@ -1,7 +1,8 @@
 """``python -m paceline.testing.killed_at POINT WORDS...``: a paceline that dies at a named point.
 
 It dies by SIGKILL, in the middle of a real command, when a function is about to be entered or has
-just returned. Nothing of the command is changed for that: the interpreter's own profiling tells.
+just returned, perhaps not for the first time. Nothing of the command is changed for that: the
+interpreter's own profiling tells.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import FrameType
 
 POINTS: Mapping[str, tuple[str, str]] = {
@@ -25,23 +27,34 @@ POINTS: Mapping[str, tuple[str, str]] = {
     "destroying": ("*Backend.teardown", "call"),
     "destroyed-unrecorded": ("*Backend.teardown", "return"),
     "end-unrecorded": ("RunLedger.finish", "call"),
+    "update-fetched": ("Fetcher.fetch_objects", "return"),
+    "update-staged": ("stage_install", "return"),
+    "update-in-write": ("*Loops.add", "return"),
+    "update-written": ("write_install", "return"),
+    "update-labelled": ("PassGate.at_safe_point", "return"),
+    "update-proven": ("Installer.install", "return"),
 }
 """Name of a point -> function, where a star stands for the provider, and whether the process dies
 before its first line or after its last."""
 
 
 def die_at(point: str) -> Callable[[FrameType, str, object], None]:
-    """Return a profile function that kills this process at ``point``."""
+    """Return a profile function that kills this process at ``point``, or ``point:n``, the n-th."""
+    point, _, nth = point.partition(":")
     name, when = POINTS[point]
+    left = int(nth or 1)
     is_any = name.startswith("*")
     name = name.removeprefix("*")
 
     def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
         if event != when:
             return
         found = frame.f_code.co_qualname
         if found == name or (is_any and found.endswith(name)):
-            os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return profile
 
@@ -49,6 +62,8 @@ def die_at(point: str) -> Callable[[FrameType, str, object], None]:
 def main() -> None:
     """Run the command line until the point is reached."""
     point, *words = sys.argv[1:]
+    if point.startswith("update-"):  # imports of that size take a minute with a profile
+        import_module("paceline.refit.generators.transformers.engine")
     profile = die_at(point)
     threading.setprofile(profile)
     sys.setprofile(profile)

@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Final, cast
@@ -97,8 +97,9 @@ def _run_shared(
                 deque(left, maxlen=0)  # nobody starts another
                 raise
 
-    helping = [pool.submit(take) for _ in range(min(helpers, len(jobs) - 1))]
+    helping: list[Future[None]] = []
     try:
+        helping.extend(pool.submit(take) for _ in range(min(helpers, len(jobs) - 1)))
         take()
     finally:
         failed = [other.exception() for other in helping if not other.cancel()]
