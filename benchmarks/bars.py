@@ -41,6 +41,16 @@ def machine() -> dict[str, object]:
     }
 
 
+def option(name: str, default: str) -> str:
+    """Take an option of ours out of the command line; the rest is for ``run``."""
+    if name not in sys.argv:
+        return default
+    at = sys.argv.index(name)
+    value = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    return value
+
+
 def run(measure: Callable[[], Sequence[Bar]], description: str) -> None:
     """Measure, print the bars as a table or as one JSON object last, exit 1 if one is missed."""
     parser = argparse.ArgumentParser(description=description)

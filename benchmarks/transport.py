@@ -4,7 +4,6 @@
 on them, not for figures.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import bars
@@ -20,20 +19,10 @@ _QUESTIONS: dict[str, Callable[[int], Sequence[Bar]]] = {
 }
 
 
-def _option(name: str, default: str) -> str:
-    """Take an option of ours out of the command line; the rest is for ``bars``."""
-    if name not in sys.argv:
-        return default
-    at = sys.argv.index(name)
-    value = sys.argv[at + 1]
-    del sys.argv[at : at + 2]
-    return value
-
-
 def main() -> None:
     """Measure and print."""
-    size = int(_option("--size-mib", str(_SIZE_BYTES // 2**20))) * 2**20
-    only = _option("--only", ",".join(_QUESTIONS)).split(",")
+    size = int(bars.option("--size-mib", str(_SIZE_BYTES // 2**20))) * 2**20
+    only = bars.option("--only", ",".join(_QUESTIONS)).split(",")
     bars.run(
         lambda: [bar for name in only for bar in _QUESTIONS[name](size)],
         "The data plane: NIXL, HTTP, memory, object stores.",

@@ -6,7 +6,7 @@ Sizes are chosen so that links are the limit and not two cores. Rates are compar
 bare socket gets through the same link; egress is what the trainer's device has sent, headers
 included. Eight engines that install at once on two cores wait for the cores, so fan-out is told
 both until the bytes are proven and until they are served. There is no delay on these links:
-kernels may lack netem.
+kernels may lack netem. ``--only spread`` or ``--only links`` measures one half.
 """
 
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from bars import Bar, at_least, at_most, run
+from bars import Bar, at_least, at_most, option, run
 
 from paceline.refit import compose
 from paceline.testing.netns import NetworkRefusedError, Networks, networks
@@ -257,13 +257,17 @@ def fan_out(
     )
 
 
-def measure() -> Sequence[Bar]:
-    """Return all bars."""
+_QUESTIONS: Mapping[str, Callable[[], Sequence[Bar]]] = {"spread": spread, "links": links}
+
+
+def measure(only: Sequence[str]) -> Sequence[Bar]:
+    """Return the bars of these questions."""
     try:
-        return [*spread(), *links()]
+        return [bar for name in only for bar in _QUESTIONS[name]()]
     except NetworkRefusedError as exc:
         sys.exit(f"namespaces cannot be made here: {exc}")
 
 
 if __name__ == "__main__":
-    run(measure, __doc__ or "")
+    asked = option("--only", ",".join(_QUESTIONS)).split(",")
+    run(lambda: measure(asked), __doc__ or "")

@@ -3,8 +3,10 @@
 import signal
 import subprocess
 import sys
+import threading
 
 from paceline.cli.stopping import STOP_SIGNALS, stop_signals
+from paceline.system import system_clock
 
 # A handler that takes a lock which the waiting thread holds hangs within a few hundred of these.
 MANY = """
@@ -36,6 +38,29 @@ def test_each_signal_ends_the_wait() -> None:
             assert stopping.wait()
             assert stopping.wait(0)
         assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_another_thread_takes_ends_the_wait() -> None:
+    """The kernel may hand it to any thread, and nothing interrupts the one that waits."""
+
+    def take() -> None:
+        system_clock().sleep(0.3)  # the main thread waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    with stop_signals() as stopping:
+        thread = threading.Thread(target=take)
+        thread.start()
+        assert stopping.wait(5)
+        thread.join()
+
+
+def test_a_signal_of_another_kind_ends_no_wait() -> None:
+    """What wakes the wait is looked at."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    with stop_signals() as stopping:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not stopping.wait(0)
+    signal.signal(signal.SIGUSR1, before)
 
 
 def test_signals_at_any_moment_hang_nothing() -> None:

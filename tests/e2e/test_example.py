@@ -1,6 +1,7 @@
 """The promises of examples/arithmetic, kept by real processes in a run that is a little shorter."""
 
 import json
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from e2e.operating import ROOT, Operator
+from paceline.refit.compose import connect_control
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.model import TensorEntry
 
@@ -146,19 +148,59 @@ def test_a_short_run_keeps_its_promises(operator: Operator) -> None:
     operator.assert_nothing_left()
 
 
+GATED = """
+import time
+from pathlib import Path
+import train
+score, scored = train.score, []
+def gated(*args, **kwargs):
+    scored.append(1)
+    while len(scored) == 6 and not Path({go!r}).exists():
+        time.sleep(0.05)
+    return score(*args, **kwargs)
+train.score = gated
+train.main()
+"""
+"""The example's trainer, which does not end step 6 before it may."""
+
+
+def installers(operator: Operator) -> set[str]:
+    """Ask the run's control service which engines have told what they serve."""
+    (secrets,) = operator.state.glob("runs/*/control")
+    control = connect_control(
+        json.loads((secrets / "hosting.json").read_text())["listen"],
+        token_file=secrets / "tokens.json",
+        trusted_file=secrets / "control-ca.crt",
+    )
+    try:
+        return {one.worker_id for one in control.list_installed("tiny-adder") if one.sequence >= 0}
+    finally:
+        control.close()
+
+
 def test_an_engine_that_is_killed_is_replaced(operator: Operator) -> None:
     """After SIGKILL of one engine the steps go on and its successor ends on the same digest."""
-    job = example_job(operator, "--warm-steps 1", "--steps 40")
-    running = Running(operator, job)
+    job = json.loads((operator.home / example_job(operator, "--warm-steps 1")).read_text())
+    code = shutil.copytree(EXAMPLE, operator.home / "code")
+    go = operator.home / "go"
+    (code / "gated.py").write_text(GATED.format(go=str(go)))
+    trainer = job["roles"]["trainer"]
+    trainer["run"] = trainer["run"].replace("train.py", "gated.py") + " --steps 8"
+    trainer["workdir"] = str(code)
+    running = Running(operator, operator.job(json.dumps(job)))
     running.await_text("\nstep 2 ")
+    before = installers(operator)
     running.kill("serve", "transformers", index=1)
     running.await_text("rollout-1: ended by signal 9; starting it again")
+    running.await_text("\nstep 4 ")
+    operator.wait_for(lambda: installers(operator) - before, timeout_s=RUN_S)
+    go.touch()
     status, found = running.end()
     assert status == 0, running.told()
     assert_ends_equal(found)
     report = json.loads(Path(found["report"]).read_text())
     assert_digests_agree(report)
-    assert [step["step"] for step in report["steps"]] == list(range(1, 41))
+    assert [step["step"] for step in report["steps"]] == list(range(1, 9))
     workers = {i["worker_id"] for version in report["versions"] for i in version["installs"]}
     assert len(workers) == 3
     operator.assert_nothing_left()

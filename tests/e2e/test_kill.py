@@ -112,21 +112,19 @@ def cloud(operator: Operator, tmp_path: Path) -> Iterator[FakeCloud]:
     cloud.close()
 
 
-ENDED = [point for number, point in enumerate(POINTS) if number % 2 == 0]
-ADOPTED = [point for point in POINTS if point not in ENDED]
+def points(*daily: str) -> list[Any]:
+    """Return all points, of which some are tried at every turn and all at night."""
+    rest = [point for point in POINTS if point not in daily]
+    return [*daily, *(pytest.param(point, marks=pytest.mark.slow) for point in rest)]
 
 
-@pytest.mark.parametrize(
-    "point", [*ENDED, *(pytest.param(point, marks=pytest.mark.slow) for point in ADOPTED)]
-)
+@pytest.mark.parametrize("point", points("create-answered", "set-up", "destroying"))
 def test_the_next_call_ends_everything(world: World, point: str) -> None:
     """Wherever the driver died: `gc --yes` ends what it left, and the run is on record as over."""
     world.check_next_call_ends(point)
 
 
-@pytest.mark.parametrize(
-    "point", [*ADOPTED, *(pytest.param(point, marks=pytest.mark.slow) for point in ENDED)]
-)
+@pytest.mark.parametrize("point", points("intent-written", "role-begun", "destroyed-unrecorded"))
 def test_the_next_call_adopts_everything(world: World, point: str) -> None:
     """Wherever the driver died: the next one takes the run up, and the role runs once."""
     world.check_next_call_adopts(point)

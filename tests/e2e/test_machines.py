@@ -45,8 +45,7 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     assert operator.type("sync", "in", "file", ":sub/file")[0] == 0
     status, out, _ = operator.type("exec", "in", "--", "cat sub/file; exit 9")
     assert (status, out) == (9, "there and back")
-    assert operator.type("ssh-config", "install")[0] == 0
-    assert operator.type("ssh-config", "install")[0] == 0
+    assert [operator.type("ssh-config", "install")[0] for _ in range(2)] == [0, 0]
     user_file = operator.home / ".ssh" / "config"
     assert user_file.read_text().count("Include") == 1
     for name in ("paceline-in-task", "paceline-in-task-0"):
@@ -66,8 +65,10 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     assert follower.returncode == 0, err
     pulled = (operator.home / "out" / "logs" / "task-0.log").read_text()
     assert followed == pulled
-    lines = pulled.splitlines()
-    assert lines == [*(f"line {i}" for i in range(len(lines) - 1)), "last"]
+    num_lines = pulled.count("\n")
+    assert pulled == "".join(f"line {i}\n" for i in range(num_lines - 1)) + "last\n"
+    assert operator.type("logs", "in")[1] == pulled, "a switch's log is no role's"
+    assert "has no machine now" in operator.type("exec", "in", "true")[2]
     assert operator.type_json("ssh-config")[1]["names"] == []
     assert operator.type("ssh-config", "remove")[0] == 0
     assert "Include" not in user_file.read_text()

@@ -56,7 +56,13 @@ def starts(out: Path, name: str = "trainer-0") -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("from ")]
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["pulled here", "in an object store"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(False, id="pulled here"),
+        pytest.param(True, id="in an object store", marks=pytest.mark.slow),
+    ],
+)
 def test_a_machine_that_is_lost_costs_no_more_than_a_checkpoint(
     operator: Operator, stored: bool
 ) -> None:

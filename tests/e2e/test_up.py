@@ -345,12 +345,13 @@ def test_secrets_of_a_killed_driver_go_with_its_machines(operator: Operator) -> 
     operator.wait_for(operator.sleeping)
     run_dir = operator.state / "runs" / "nine"
     (run_dir / "kit-x" / "secrets").mkdir(parents=True)  # killed while it was copied
+    (run_dir / "order.json.new").write_text("killed while it was written")
     process.kill()
     process.communicate()
     assert {"tokens.json", "control.key"} <= {path.name for path in (run_dir / "control").iterdir()}
     assert operator.type("gc", "--yes")[0] == 0
     left = {path.name for path in run_dir.iterdir() if not path.name.startswith("control.sqlite")}
-    assert left == {"owner.lock", "live.json", "links.json"}
+    assert left == {"owner.lock", "links.json"}
     operator.assert_nothing_left()
 
 

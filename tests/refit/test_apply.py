@@ -388,3 +388,21 @@ def test_proof_names_what_moved() -> None:
         prove_live(live, entries.values())
     with pytest.raises(VerifyError, match="names differ"):
         prove_live({"c": live["c"]}, entries.values())
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_what_happens_to_proven_bytes_in_memory_is_found(kind: str) -> None:
+    """Payload hashes are not computed twice; contents are, so no other weights get in."""
+    live, new = tensors_of("base"), tensors_of("new")
+    manifest, data = full_payload(new.values()) if kind == "full" else delta_payload(live, new)
+    before, proven = content(live), replace(FULL, payload=False)
+    base = entries_of(live)
+    with pytest.raises(VerifyError, match=f"has {len(data) - 1} bytes"):
+        staged((manifest, data[:-1]), live, base=base, checks=proven)
+    for segment in manifest.segments:
+        if segment.num_bytes:
+            altered = bytearray(data)
+            altered[segment.offset + segment.num_bytes // 2] ^= 1
+            with pytest.raises(VerifyError):
+                staged((manifest, bytes(altered)), live, base=base, checks=proven)
+    assert content(live) == before

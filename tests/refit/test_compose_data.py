@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from paceline.refit.compose.data import (
     open_reader,
     open_source,
 )
+from paceline.refit.compose.manifests import ManifestReader
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.control.verify import check_manifests
 from paceline.refit.errors import (
     ControlUnavailableError,
     FetchError,
@@ -32,6 +35,7 @@ from paceline.refit.publisher import Publisher, PublisherOptions
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.staging.torch_bytes import byte_view
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
+from paceline.refit.transports.address import split_addresses
 from paceline.refit.transports.objectstore.bucket import Bucket
 from paceline.refit.transports.objectstore.log import CommitReader, commit_key, sweep
 from paceline.refit.transports.protocol import ObjectReader
@@ -260,3 +264,20 @@ def test_tls_from_the_settings(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="cannot read"):
         open_reader(DataPlane(trusted=tmp_path / "no"), token=lambda: TOKEN, name="g")
     source.close()
+
+
+def test_manifests_are_read_at_every_kind_of_address(run: Run) -> None:
+    """What verifies a version needs no NIXL and no bucket of its own; ways that differ are told."""
+    uid = run.publish()
+    (shard,) = run.ledger.list_shards(uid)
+    assert len(split_addresses(shard.manifest_endpoint)) > 1
+    reader = ManifestReader(DataPlane(), token=lambda: TOKEN)
+    read = partial(reader.read, size_max=2**20, timeout_s=20.0)
+    assert check_manifests([shard], read) == []
+    address = next(
+        each for each in split_addresses(shard.manifest_endpoint) if each.startswith("file://")
+    )
+    Path(address.removeprefix("file://")).write_bytes(b"{}")
+    (problem,) = check_manifests([shard], read)
+    assert "2 different manifests" in problem
+    reader.close()

@@ -133,7 +133,7 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], object], ParseReason]] = [
     ("root altered", _set("root_digest", "0" * 64), R.DIGEST_MISMATCH),
     ("full with base", _set("payload_format", "FULL_TENSOR"), R.INCONSISTENT),
     ("delta without base", _set("base_root", None), R.INCONSISTENT),
-    ("other payload format", _set("payload_format", "FULL_HF_CHECKPOINT"), R.OUT_OF_RANGE),
+    ("other payload format", _set("payload_format", "UNSPECIFIED"), R.OUT_OF_RANGE),
     ("alias of nothing", _set("aliases", [["head", "z"]]), R.INCONSISTENT),
     ("alias of itself", _set("aliases", [["a", "a"]]), R.INCONSISTENT),
     ("alias is no pair", _set("aliases", [["head"]]), R.WRONG_TYPE),

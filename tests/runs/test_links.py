@@ -101,10 +101,18 @@ def test_a_canonical_job_publishes_into_its_bucket(tmp_path: Path) -> None:
             "format: canonical, transports: objectstore, bucket: 's3://b', payload: FULL_TENSOR",
             "canonical needs payload",
         ),
+        ("payload: FULL_HF_CHECKPOINT", "FULL_HF_CHECKPOINT needs objectstore"),
+        (
+            (
+                "payload: FULL_HF_CHECKPOINT, staging: IN_PLACE, transports: objectstore, "
+                "bucket: 's3://b'"
+            ),
+            "FULL_HF_CHECKPOINT needs objectstore",
+        ),
         ("format: slime", "expected 'paceline' or 'canonical'"),
     ],
 )
-def test_canonical_jobs_that_nobody_could_read_are_refused(more: str, said: str) -> None:
+def test_jobs_that_nobody_could_read_are_refused(more: str, said: str) -> None:
     """Before anything is rented."""
     with pytest.raises(SpecError, match=said):
         environment(more)

@@ -25,13 +25,16 @@ from paceline.testing.fakes.backend import FakeBackend
 class Market(FakeBackend):
     """One good host for every three; the others are cheap and not reliable."""
 
+    names_hosts = False
+
     def search_offers(self, c: OfferConstraints) -> list[Offer]:
         bad = [
             replace(one, id=f"cheap-{place}", dph=one.dph / 2, reliability=0.9 + place / 100)
             for place, one in enumerate(super().search_offers(c))
         ]
         good = super().search_offers(c)
-        return [one for one in (*bad, *good) if one.reliability >= c.min_reliability]
+        found = [one for one in (*bad, *good) if one.reliability >= c.min_reliability]
+        return [replace(one, host=f"of {one.id}") for one in found] if self.names_hosts else found
 
 
 @dataclass
@@ -81,6 +84,17 @@ def test_a_row_says_what_else_there_is() -> None:
     assert worst_of([row]).hourly_usd == 6.0
     [short] = plan_rows(Desk(), job(), explain=False)
     assert short.passed_over == short.relaxations == ()
+
+
+def test_an_offer_of_one_machine_is_planned_once() -> None:
+    """The second machine takes the second offer; where there is none the plan says so, unrented."""
+    desk = Desk()
+    desk.market.names_hosts = True
+    [row] = plan_rows(desk, job())
+    assert (total_dph([row]), row.planned.firsts) == (5.0, (2.0, 3.0))
+    three = replace(job(), roles=(replace(job().roles[0], count=3),))
+    with pytest.raises(NoOffersError, match="3 machines of fake-1x are asked for and only 2"):
+        plan_rows(desk, three)
 
 
 def test_a_plan_beyond_the_hard_cap_is_refused_before_anything_is_rented() -> None:

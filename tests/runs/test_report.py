@@ -215,3 +215,21 @@ def test_the_page_is_self_contained() -> None:
     """Nothing is fetched: no script, no link, no url, no import."""
     page = render_html(view_of([published(0), step(0, 1.0)]), FACTS)
     assert not re.search(r"<script|<link|url\(|@import|https?://", page)
+
+
+def test_every_transfer_has_a_line() -> None:
+    """Over what, from how many, how fast, how often again, what went wrong; no foreign HTML."""
+    came: dict[str, object] = {
+        "fetched_over": "http, nixl",
+        "fetch_sources": 3,
+        "fetch_ms": 1500.0,
+        "fetch_bytes_per_s": 2_000_000.0,
+        "fetch_retries": 4,
+        "fetch_problems": ["<b>cut</b>", 7],
+    }
+    html = render_html(view_of([published(0), installed("g0", 0, **came)]), FACTS)
+    assert "<h2>Transfers</h2>" in html
+    line = html.partition("<h2>Transfers</h2>")[2].partition("</section>")[0]
+    for text in ("http, nixl", "<td>3</td>", "1.50 s", "<td>4</td>", "&lt;b&gt;cut&lt;/b&gt;"):
+        assert text in line
+    assert "Transfers" not in render_html(view_of([published(0), installed("g0", 0)]), FACTS)

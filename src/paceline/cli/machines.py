@@ -24,6 +24,7 @@ from paceline.rental.remote.job import pass_through
 from paceline.runs import compose
 from paceline.runs.bootstrap import Guest
 from paceline.runs.compose import Services
+from paceline.runs.deadman import LOG_PREFIX
 from paceline.runs.ledger import RunRecord
 from paceline.runs.model import Slot
 from paceline.runs.sshconfig import SshConfig
@@ -265,15 +266,17 @@ def _there(guest: Guest, path: str) -> str:
 
 
 def _pulled_roles(record: RunRecord) -> set[str]:
+    """Return the roles that left a log; what their machines' switches wrote lies beside it."""
     found = (Path(record.out) / "logs").glob("*-*.log")
-    return {path.stem.rpartition("-")[0] for path in found}
+    names = {path.stem.rpartition("-")[0] for path in found}
+    return {name for name in names if not name.startswith(LOG_PREFIX)}
 
 
 def _only(names: list[str], run_id: str) -> str:
+    if not names:
+        raise UsageError(f"run {run_id} has no machine now; paceline status {run_id} says why")
     if len(names) != 1:
-        raise UsageError(
-            f"run {run_id} has the roles {', '.join(names) or 'none'}; name one: --role"
-        )
+        raise UsageError(f"run {run_id} has the roles {', '.join(names)}; name one: --role")
     return names[0]
 
 

@@ -8,22 +8,30 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_READ_BYTES = 4096
 
 
 class StopRequest:
     """Whether this process was told to stop. Only for the main thread.
 
-    A pipe and not a threading.Event: a handler runs in the main thread, wherever that is, and an
-    event whose lock the main thread holds at that moment would never be set.
+    The interpreter itself writes every signal's number into the pipe, in whatever thread the signal
+    arrives. A handler would not do: it runs when the main thread runs next, and a main thread that
+    waits does not wake for a signal that another thread took or that came just before the wait.
     """
 
     def __init__(self, reader: int) -> None:
         self._reader = reader
+        self._is_told = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until told to stop, or for so long; return whether it was told."""
-        readable, _, _ = select.select([self._reader], [], [], timeout_s)
-        return bool(readable)
+        while not self._is_told:
+            readable, _, _ = select.select([self._reader], [], [], timeout_s)
+            if not readable:
+                return False
+            came = os.read(self._reader, _READ_BYTES)
+            self._is_told = not set(STOP_SIGNALS).isdisjoint(came)
+        return True
 
 
 @contextmanager
@@ -33,16 +41,15 @@ def stop_signals() -> Iterator[StopRequest]:
     os.set_blocking(writer, False)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        try:
-            os.write(writer, b"\0")
-        except BlockingIOError:  # told often enough to fill the pipe
-            return
+        """Let the signal's number in the pipe be all that comes of it."""
 
+    waking_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield StopRequest(reader)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(waking_before)
         os.close(reader)
         os.close(writer)

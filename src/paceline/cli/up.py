@@ -252,7 +252,7 @@ def _show_plan(rows: list[PlanRow], *, as_json: bool) -> None:
         table.add_column(name)
     table.add_column("$/h", justify="right")
     for row in rows:
-        dph = f"{row.dph * row.count:.2f}"
+        dph = f"{row.planned.best_dph:.2f}"
         gpu = f"{row.gpu} spot" if row.spot else row.gpu
         table.add_row(row.role, str(row.count), row.backend, row.offer_id, gpu, dph)
     table.add_row("total", "", "", "", "", f"{total_dph(rows):.2f}")

@@ -22,6 +22,7 @@ from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
 from paceline.refit.journal import Journal
+from paceline.refit.manifest.fit import check_layout, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
@@ -31,7 +32,6 @@ _KEPT_BYTES = 32 * 2**20
 engine waits. Beyond it, steps alone are held."""
 _FEW = 8
 """Up to one changed element in this many, full words are written as steps."""
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,9 @@ class Checks:
     """
 
     whole: bool = True
+    payload: bool = True
+    """False where the payload's hashes were checked while it was fetched into memory that nobody
+    else writes: they are not computed twice."""
     tools: Tools = REFERENCE
 
 
@@ -118,12 +121,7 @@ def stage_install(
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
         _check_base(manifest, live, base, checks)
-    for item in manifest.objects:
-        data = objects.get(item.object_id)
-        if data is None:
-            raise VerifyError(f"object {item.object_id} of the manifest was not fetched")
-        verify_object(item, data)
-        check_header(data, manifest.payload_format)
+    _check_objects(manifest, objects, checks)
     writes = []
     room = _KEPT_BYTES
     for segment in manifest.segments:
@@ -133,6 +131,8 @@ def stage_install(
         room -= write.kept_bytes
         if write.changed_elements:
             writes.append(write)
+    if checks.whole:
+        _check_after(writes, checks.tools)
     return StagedInstall(
         root_digest=manifest.root_digest,
         entries=manifest.tensors,
@@ -190,6 +190,7 @@ def prove_live(
     entries: Iterable[TensorEntry],
     *,
     only: Iterable[str] | None = None,
+    tools: Tools = REFERENCE,
 ) -> str:
     """Hash live memory and return the root digest that it proves.
 
@@ -197,41 +198,41 @@ def prove_live(
         live: the live tensors by canonical name.
         entries: what they should be, all of them.
         only: hash these names and trust the entries for the others; all by default.
+        tools: what the work is done with.
 
     Raises:
         VerifyError: a tensor is missing or its bytes are not what its entry says.
     """
     expected = {entry.name: entry for entry in entries}
-    _refuse(sorted(expected.keys() ^ live.keys()), "names differ from the live tensors")
-    names = expected.keys() if only is None else only
-    wrong = [name for name in names if content_digest(live[name].data) != expected[name].digest]
-    _refuse(wrong, "live bytes do not have the digest of this version")
+    refuse_names(sorted(expected.keys() ^ live.keys()), "names differ from the live tensors")
+    wrong = _others(live, list(expected if only is None else only), expected, tools)
+    refuse_names(wrong, "live bytes do not have the digest of this version")
     return root_digest(expected.values())
 
 
-def check_layout(
-    manifest: Manifest, live: Mapping[str, TensorBuffer], aliases: Mapping[str, str]
-) -> None:
-    """Refuse a version whose tensors are not the live ones: names, dtypes, shapes, ties.
+def _others(
+    live: Mapping[str, TensorBuffer],
+    names: Sequence[str],
+    expected: Mapping[str, TensorEntry],
+    tools: Tools,
+) -> Sequence[str]:
+    """Return which live tensors are others than expected."""
+    found = tools.run(lambda name: content_digest(live[name].data), names)
+    return [
+        name for name, digest in zip(names, found, strict=True) if digest != expected[name].digest
+    ]
 
-    Raises:
-        VerifyError: naming what differs.
-    """
-    entries = {entry.name: entry for entry in manifest.tensors}
-    _refuse(sorted(entries.keys() - live.keys()), "in the version, not in the engine")
-    _refuse(sorted(live.keys() - entries.keys()), "in the engine, not in the version")
-    for name, entry in entries.items():
-        here = live[name]
-        if (here.dtype, here.shape) != (entry.dtype, entry.shape):
-            raise VerifyError(
-                f"tensor {name!r} is {entry.dtype}{list(entry.shape)} in the version and "
-                f"{here.dtype}{list(here.shape)} in the engine; nothing is cast or reshaped"
-            )
-        if len(here.data) != entry.num_bytes:
-            raise VerifyError(f"tensor {name!r}: {len(here.data)} live, {entry.num_bytes} bytes")
-    tied = {pair for pair in manifest.aliases if aliases.get(pair[0]) != pair[1]}
-    tied |= set(aliases.items()) - set(manifest.aliases)
-    _refuse(sorted(f"{name} = {canonical}" for name, canonical in tied), "tied on one side only")
+
+def _check_objects(manifest: Manifest, objects: Mapping[str, memoryview], checks: Checks) -> None:
+    for item in manifest.objects:
+        data = objects.get(item.object_id)
+        if data is None:
+            raise VerifyError(f"object {item.object_id} of the manifest was not fetched")
+        if checks.payload:
+            verify_object(item, data)
+        elif data.nbytes != item.num_bytes:
+            raise VerifyError(f"object {item.object_id} has {data.nbytes} bytes")
+        check_header(data, manifest.payload_format)
 
 
 def _check_base(
@@ -250,19 +251,17 @@ def _check_base(
             "install the versions between, or a full one"
         )
     names = {entry.name for entry in manifest.tensors}
-    _refuse(sorted(names ^ base.keys()), "in the version or in its base only")
+    refuse_names(sorted(names ^ base.keys()), "in the version or in its base only")
     changed = {segment.tensor for segment in manifest.segments}
     hole = [
         entry.name
         for entry in manifest.tensors
         if entry.name not in changed and entry.digest != base[entry.name].digest
     ]
-    _refuse(hole, "said to change, but the delta has no bytes for it")
+    refuse_names(hole, "said to change, but the delta has no bytes for it")
     if checks.whole:
-        moved = [
-            name for name in sorted(changed) if content_digest(live[name].data) != base[name].digest
-        ]
-        _refuse(moved, "live bytes are not the base any more; install a full version")
+        moved = _others(live, sorted(changed), base, checks.tools)
+        refuse_names(moved, "live bytes are not the base any more; install a full version")
 
 
 def _stage_tensor(
@@ -289,14 +288,11 @@ def _stage_tensor(
     if by_steps:
         updates = tuple(found)
         changed = sum(len(update.new) for update in updates)
-        digest = _digest_after(live, updates, kind, checks) if checks.whole else entry.digest
+        digest = entry.digest  # of all such tensors side by side, when all are known
         steps: tuple[Update, ...] | None = updates
     else:
         digest, changed, steps = _compared(live, found, kind, checks.tools)
-    if digest != entry.digest:
-        raise VerifyError(
-            f"tensor {entry.name!r}: digest {digest} instead of {entry.digest} after the change"
-        )
+    _expect(entry.name, digest, entry.digest)
     if by_steps and changed != segment.changed_elements:
         raise VerifyError(
             f"tensor {entry.name!r}: {changed} elements change, "
@@ -314,16 +310,29 @@ def _stage_tensor(
     )
 
 
-def _digest_after(live: Words, updates: Sequence[Update], kind: WordKind, checks: Checks) -> str:
+def _check_after(writes: Sequence[TensorWrite], tools: Tools) -> None:
+    """Prove what steps lead to, tensor beside tensor; nothing is written."""
+    known = [write for write in writes if write.scheme in {Scheme.GAP, Scheme.CLASSED}]
+    digests = tools.run(lambda write: _digest_after(write, tools), known)
+    for write, digest in zip(known, digests, strict=True):
+        _expect(write.name, digest, write.digest)
+
+
+def _expect(name: str, found: str, said: str) -> None:
+    if found != said:
+        raise VerifyError(f"tensor {name!r}: digest {found} instead of {said} after the change")
+
+
+def _digest_after(write: TensorWrite, tools: Tools) -> str:
     """Return the content digest that the steps would give, chunk by chunk on a copy."""
-    hasher = xxhash.xxh3_128()
-    found = {update.part.start: update.new for update in updates}
-    for part in chunks(len(live), kind):
+    hasher, kind = xxhash.xxh3_128(), kind_of(write.dtype)
+    found = {update.part.start: update.new for update in write.steps or ()}
+    for part in chunks(len(write.live), kind):
         steps = found.get(part.start)
-        after = live[part]
+        after = write.live[part]
         if isinstance(steps, Steps):
             after = after.copy()
-            checks.tools.loops.add(steps, after, kind)
+            tools.loops.add(steps, after, kind)
         hasher.update(after.data)
     return hasher.hexdigest()
 
@@ -487,11 +496,3 @@ def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) 
 
 def _num_elements(buffer: TensorBuffer) -> int:
     return len(buffer.data) // kind_of(buffer.dtype).width
-
-
-def _refuse(names: Sequence[str], why: str) -> None:
-    if not names:
-        return
-    more = len(names) - _NAMES_SHOWN
-    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-    raise VerifyError(f"{shown}{f' and {more} more' if more > 0 else ''}: {why}")

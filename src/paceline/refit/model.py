@@ -26,6 +26,10 @@ class WeightPayloadFormat(str, Enum):
     FULL_HF_CHECKPOINT = "FULL_HF_CHECKPOINT"
 
 
+FULL_FORMATS = frozenset({WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.FULL_HF_CHECKPOINT})
+"""Every tensor as it is: in an object of ours, or in the files of a checkpoint."""
+
+
 @dataclass(frozen=True)
 class CompletionFence:
     """Something asynchronous of an adapter's that can be waited for."""

@@ -51,6 +51,13 @@ class PlannedRole:
     boot_timeout_s: float
     dphs: Sequence[float]
     """Prices of the offers that may be taken, disk included, in the order of the attempts."""
+    firsts: Sequence[float] = ()
+    """What each of its machines costs where an offer is one machine; empty: all the first price."""
+
+    @property
+    def best_dph(self) -> float:
+        """What its machines cost an hour if each takes the first offer that is left."""
+        return sum(self.firsts) if self.firsts else self.count * self.dphs[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +67,9 @@ class AtWorst:
     hourly_usd: float
     """With every machine at the dearest price that may be taken."""
     best_hourly_usd: float
-    """With every machine at the first price."""
+    """With every machine at the first price that is left for it."""
     startup_usd: float
-    """Until all machines run, if each takes as long as it may, at the first price."""
+    """Until all machines run, if each takes as long as it may, at those prices."""
 
 
 def assess(machines: Iterable[Machine], *, now_s: float, caps: Caps | None) -> Spending:
@@ -113,11 +120,11 @@ def refuse_attempt(
 
 def worst_case(roles: Iterable[PlannedRole]) -> AtWorst:
     """Return the most that a plan can cost."""
-    priced = [(role, max(role.dphs), role.dphs[0]) for role in roles if role.dphs]
+    priced = [(role, max(role.dphs), role.best_dph) for role in roles if role.dphs]
     return AtWorst(
         hourly_usd=sum(role.count * worst for role, worst, _ in priced),
-        best_hourly_usd=sum(role.count * best for role, _, best in priced),
-        startup_usd=sum(role.count * best * role.boot_timeout_s / 3600 for role, _, best in priced),
+        best_hourly_usd=sum(best for _, _, best in priced),
+        startup_usd=sum(best * role.boot_timeout_s / 3600 for role, _, best in priced),
     )
 
 

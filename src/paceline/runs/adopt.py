@@ -6,6 +6,7 @@ does what is still to be done; a slot without a machine that runs gets one as if
 """
 
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,17 @@ from paceline.core.errors import ExitStatus, PreflightError, UsageError
 from paceline.rental import BackendAdapter, BackendError, InstanceState, NotProvenGoneError
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.records import Finding, Machine
-from paceline.runs.files import write_private
+from paceline.runs.files import scratch_of, write_private
 from paceline.runs.fleet import Rental
 from paceline.runs.journal import RUN_ENDING
+from paceline.runs.live import LIVE_NAME
 from paceline.runs.model import JobSpec, Outcome, Slot
 from paceline.runs.plan import Finish
 from paceline.runs.spec import Surroundings, is_dir, parse_job
+from paceline.runs.wheel import WHEEL_DIR
 
 ORDER_FILE = "order.json"
+_DRIVEN_FILES = (ORDER_FILE, LIVE_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,14 @@ def load_order(run_dir: Path) -> SavedOrder:
         raise PreflightError(
             f"{path} cannot be read ({exc}); end the run with paceline down {run_dir.name}"
         ) from exc
+
+
+def forget_driven(run_dir: Path) -> None:
+    """Remove what only the driver of a run needs, and what one that was killed was writing."""
+    for name in _DRIVEN_FILES:
+        for path in (run_dir / name, scratch_of(run_dir / name)):
+            path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir / WHEEL_DIR, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,9 @@ from paceline.rental.remote.keys import ensure_key_pair
 from paceline.rental.remote.protocol import Access
 from paceline.rental.remote.tail import Sink, Tail
 from paceline.runs.adopt import (
-    ORDER_FILE,
     JobSource,
     ending_of,
+    forget_driven,
     load_order,
     save_order,
     take_over,
@@ -47,7 +47,7 @@ from paceline.runs.passing import LogPasser, no_passing
 from paceline.runs.plan import Finish
 from paceline.runs.run import RunDriver
 from paceline.runs.sshconfig import SshConfig
-from paceline.runs.wheel import build_wheel
+from paceline.runs.wheel import WHEEL_DIR, build_wheel
 from paceline.store.protocol import Store, StoreError
 from paceline.store.sqlite import SqliteStore
 
@@ -342,7 +342,7 @@ def _finished(services: Services, record: RunRecord, result: RunResult, *, out: 
         report=str(out / "report.json"),
     )
     result = _recorded(services, ended, result)
-    (services.run_dir(record.run_id) / ORDER_FILE).unlink(missing_ok=True)
+    forget_driven(services.run_dir(record.run_id))
     return result
 
 
@@ -447,7 +447,7 @@ def _wheel_maker(services: Services, order: Order) -> Callable[[Slot, Machine], 
         if not wants or machine.backend == "local":
             return None
         with lock:
-            return build_wheel(services.run_dir(order.run_id) / "wheel")
+            return build_wheel(services.run_dir(order.run_id) / WHEEL_DIR)
 
     return wheel_for
 

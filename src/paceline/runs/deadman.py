@@ -36,6 +36,8 @@ ARM_TIMEOUT_S = 60
 BEAT_TIMEOUT_S = 30
 FOLDER = "deadman"
 LEASE = "lease"
+LOG_PREFIX = "deadman-"
+"""Of the switch's own log, before the slot's name."""
 LEASE_VARIABLE = "PACELINE_LEASE"
 """Where a role finds the file that it writes a word to whenever its control service answers."""
 
@@ -90,6 +92,7 @@ def render_switch(arming: Arming) -> str:
         "@CAN@": "yes" if arming.recipe.command else "",
         "@DESTROY@": arming.recipe.command or ":",
         "@SLOT@": str(arming.slot),
+        "@LOG@": LOG_PREFIX,
     }
     text = _SWITCH
     for name, value in texts.items():
@@ -186,7 +189,7 @@ _SWITCH = """#!/bin/sh
 set -u
 cd "$(dirname "$0")" || exit 1
 umask 077
-@EXPORTS@log() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> ../logs/deadman-@SLOT@.log; }
+@EXPORTS@log() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> ../logs/@LOG@@SLOT@.log; }
 trap 'exit 0' TERM INT
 trap '' HUP
 echo $$ > pid.new && mv pid.new pid || exit 1
@@ -237,7 +240,7 @@ while :; do
   tries=$((tries + 1))
   log "nobody has asked after this machine for @AFTER@ s: ending it (try $tries)"
   echo "$tries" > fired
-  if (destroy) >> ../logs/deadman-@SLOT@.log 2>&1; then
+  if (destroy) >> ../logs/@LOG@@SLOT@.log 2>&1; then
     log "the order to end it was taken"
   else
     log "ending it failed with status $?"

@@ -33,9 +33,14 @@ def make_private(folder: Path) -> Path:
     return folder
 
 
+def scratch_of(path: Path) -> Path:
+    """Return where a file's next content is written before it takes the file's name."""
+    return path.with_name(path.name + ".new")
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a whole file that nobody else can ever read. Raises PreflightError."""
-    scratch = path.with_name(path.name + ".new")
+    scratch = scratch_of(path)
     try:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -50,7 +55,7 @@ def write_private(path: Path, text: str) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a whole file or leave the old one. Raises PreflightError when it cannot be written."""
-    scratch = path.with_name(path.name + ".new")
+    scratch = scratch_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from paceline.rental import AllRefusedError, BudgetError, NoOffersError
 from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
-from paceline.rental.plan import RentPlan
+from paceline.rental.plan import NUM_ATTEMPTS_MAX, RentPlan
 from paceline.runs.fleet import rent_request
 from paceline.runs.model import JobSpec, RoleSpec
 
@@ -52,7 +52,7 @@ class PlanRow:
     offer_id: str
     gpu: str
     dph: float
-    """US dollars per hour for one of its machines."""
+    """US dollars per hour for the first of its machines."""
     spot: bool
     alternatives: tuple[Alternative, ...]
     """What comes next, in that order."""
@@ -118,7 +118,7 @@ def caps_of(job: JobSpec) -> Caps | None:
 
 def total_dph(rows: Sequence[PlanRow]) -> float:
     """Return what all machines of a plan cost per hour."""
-    return sum(row.dph * row.count for row in rows)
+    return sum(row.planned.best_dph for row in rows)
 
 
 def worst_of(rows: Sequence[PlanRow]) -> AtWorst:
@@ -136,6 +136,7 @@ def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
             f"role {role.name}: nothing on offer fits {role.gpu}: {plan.explain()}{near}; "
             "relax the role, or allow another backend"
         )
+    firsts = first_prices(plan, role)
     offer, *others = plan.attempts
     return PlanRow(
         role=role.name,
@@ -156,8 +157,28 @@ def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
             count=role.count,
             boot_timeout_s=role.boot_timeout_s,
             dphs=tuple(one.dph for one in plan.attempts),
+            firsts=firsts,
         ),
     )
+
+
+def first_prices(plan: RentPlan, role: RoleSpec) -> tuple[float, ...]:
+    """Return what each machine of a role costs if it takes the first offer that is left.
+
+    Raises NoOffersError where every offer is one machine and there are fewer than asked for.
+    """
+    prices: list[float] = []
+    for offer in plan.attempts:
+        # One machine is behind an offer that names its host; others are a kind that is sold.
+        prices += [offer.dph] * (1 if offer.host else role.count)
+    if len(prices) < role.count and len(plan.attempts) < NUM_ATTEMPTS_MAX:
+        raise NoOffersError(
+            f"role {role.name}: {role.count} machines of {role.gpu} are asked for and only "
+            f"{len(prices)} are on offer that fit; ask for fewer, relax the role, allow another "
+            "backend, or wait with --retry-until-up"
+        )
+    prices += prices[-1:] * (role.count - len(prices))
+    return tuple(prices[: role.count])
 
 
 def cheaper_reasons(plan: RentPlan) -> tuple[str, ...]:

@@ -72,8 +72,12 @@ class Installed:
     fetched_bytes: int
     fetched_over: str
     """Names of the transports, empty where nobody said."""
+    fetch_sources: int
     fetch_ms: float
+    fetch_bytes_per_s: float
     fetch_retries: int
+    fetch_problems: tuple[str, ...]
+    """What went wrong on the way, a few of them."""
     refit_ms: float
     pause_ms: float
     is_equal: bool
@@ -296,8 +300,11 @@ def _installed(
         root_digest=root,
         fetched_bytes=_whole(fields, "fetched_bytes") or 0,
         fetched_over=_text(fields, "fetched_over") or "",
+        fetch_sources=_whole(fields, "fetch_sources") or 0,
         fetch_ms=_number(fields, "fetch_ms") or 0.0,
+        fetch_bytes_per_s=_number(fields, "fetch_bytes_per_s") or 0.0,
         fetch_retries=_whole(fields, "fetch_retries") or 0,
+        fetch_problems=_texts(fields, "fetch_problems"),
         refit_ms=_number(fields, "refit_ms") or 0.0,
         pause_ms=_number(fields, "pause_ms") or 0.0,
         is_equal=roots.get(sequence) == root,
@@ -319,6 +326,12 @@ def _whole(fields: Mapping[str, object], key: str) -> int | None:
 def _text(fields: Mapping[str, object], key: str) -> str | None:
     value = fields.get(key)
     return printable(value) if isinstance(value, str) and value else None
+
+
+def _texts(fields: Mapping[str, object], key: str) -> tuple[str, ...]:
+    values = fields.get(key)
+    found = values[:5] if isinstance(values, list) else ()
+    return tuple(printable(each)[:200] for each in found if isinstance(each, str))
 
 
 def _mean(values: Sequence[float]) -> float | None:

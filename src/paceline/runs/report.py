@@ -122,6 +122,7 @@ def render_html(view: RunView, facts: RunFacts) -> str:
             "Root digest of every version, at the trainer and at each engine",
             _table(view, facts.run_id),
         ),
+        *_transfers(view, facts.run_id),
         *([_section("Roles", _roles_table(facts))] if facts.slots else []),
     ]
     title = escape(facts.run_id)
@@ -265,6 +266,29 @@ def _refit_chart(view: RunView, run_id: str) -> str:
     ]
     drawn = [line for line in lines if line.points]
     return line_chart(drawn, label="Refit time", x_label="version (sequence)", unit="ms")
+
+
+def _transfers(view: RunView, run_id: str) -> Sequence[str]:
+    """Return the section with a line per install: how its bytes came; nothing if nobody said."""
+    rows = [
+        f"<tr><td>{item.sequence}</td>"
+        f'<td title="{escape(item.worker_id)}">{escape(short_name(item.worker_id, run_id))}</td>'
+        f"<td>{escape(item.fetched_over)}</td><td>{item.fetch_sources}</td>"
+        f"<td>{bytes_text(item.fetched_bytes)}</td><td>{item.fetch_ms / 1000:.2f} s</td>"
+        f"<td>{bytes_text(int(item.fetch_bytes_per_s))}/s</td><td>{item.fetch_retries}</td>"
+        f"<td>{escape('; '.join(item.fetch_problems)) or '-'}</td></tr>"
+        for state in view.states
+        for item in state.installs.values()
+        if item.fetched_over
+    ]
+    if not rows:
+        return ()
+    table = (
+        '<div class="scroll"><table><thead><tr><th>#</th><th>engine</th><th>over</th>'
+        "<th>sources</th><th>bytes</th><th>in</th><th>rate</th><th>retries</th><th>problems</th>"
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+    return (_section("Transfers", table),)
 
 
 def _table(view: RunView, run_id: str) -> str:

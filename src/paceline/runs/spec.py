@@ -260,7 +260,7 @@ class _DeadMan(_Section):
 
 class _Refit(_Section):
     model: _Text
-    payload: Literal["XOR_DELTA", "FULL_TENSOR"] = "XOR_DELTA"
+    payload: Literal["XOR_DELTA", "FULL_TENSOR", "FULL_HF_CHECKPOINT"] = "XOR_DELTA"
     format: Literal["paceline", "canonical"] = "paceline"
     staging: Literal["COPY_TO_HOST", "IN_PLACE", "WRITE_TO_STORAGE"] = "COPY_TO_HOST"
     transports: Annotated[
@@ -339,6 +339,8 @@ class _Checker:
             self._say(("refit", "transports"), problem)
         if refit and refit.format == "canonical":
             self._check_canonical(refit)
+        elif refit and refit.payload == "FULL_HF_CHECKPOINT":
+            self._check_checkpoint(refit)
         if self._problems:
             return None
         return JobSpec(
@@ -368,6 +370,14 @@ class _Checker:
         if refit.payload != "XOR_DELTA" or refit.staging != "COPY_TO_HOST":
             problem = "canonical needs payload: XOR_DELTA and staging: COPY_TO_HOST"
             self._say(("refit", "format"), problem)
+
+    def _check_checkpoint(self, refit: _Refit) -> None:
+        if "objectstore" not in refit.transports or refit.staging == "IN_PLACE":
+            problem = (
+                "FULL_HF_CHECKPOINT needs objectstore among refit.transports, and staging: "
+                "WRITE_TO_STORAGE or COPY_TO_HOST"
+            )
+            self._say(("refit", "payload"), problem)
 
     def _check_roles(
         self, top: _Top, roles: Mapping[str, _Role], kinds: Mapping[str, RoleKind]

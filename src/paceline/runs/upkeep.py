@@ -22,10 +22,9 @@ from paceline.rental.drivers.ending import Proof
 from paceline.rental.market import ask_all
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import LABEL_PREFIX, Machine
-from paceline.runs.adopt import ORDER_FILE
+from paceline.runs.adopt import forget_driven
 from paceline.runs.bootstrap import CONTROL_SECRETS, KIT_PREFIX
 from paceline.runs.ledger import RunLedger, RunRecord
-from paceline.runs.live import LIVE_NAME
 from paceline.runs.owner import Owner, owner_of
 
 DOWN_TIMEOUT_S = 300.0
@@ -192,7 +191,7 @@ def close_ended(keeping: Keeping) -> None:
     for run in keeping.ledger.list():
         run_dir = keeping.run_dir(run.run_id)
         if run.outcome is not None:
-            (run_dir / ORDER_FILE).unlink(missing_ok=True)  # of a driver killed in its last moment
+            forget_driven(run_dir)  # of a driver killed in its last moment
             continue
         is_driven = owner_of(run_dir, clock=keeping.clock) is not None
         if not is_driven and not keeping.rental.machines(run.run_id):
@@ -204,8 +203,7 @@ def _remove_secrets(run_dir: Path) -> None:
     """Remove a killed driver's tokens, also those that were on their way, and its last words."""
     for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
         shutil.rmtree(folder)
-    for name in (ORDER_FILE, LIVE_NAME):
-        (run_dir / name).unlink(missing_ok=True)
+    forget_driven(run_dir)
 
 
 def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list[InstanceHandle]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import paceline
 from paceline.core.errors import PreflightError
 
+WHEEL_DIR = "wheel"
+"""In a run's own directory."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _KEPT = ("METADATA", "entry_points.txt")
 _LEFT_OUT = frozenset({"__pycache__"})

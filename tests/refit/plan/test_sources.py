@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.refit.plan.sources import (
@@ -91,14 +91,22 @@ class TestChoice:
             assert not state.have >> read.chunk & 1
 
     @given(states())
+    @example(
+        FetchState(
+            worker_id="me",
+            num_chunks=1,
+            have=0,
+            sources=(Source(worker_id="a", chunks=1, region="", is_origin=True),),
+            coming=1,
+        )
+    )
     def test_nobody_waits_for_ever(self, state: FetchState) -> None:
         """Once those are given up who had their time, whatever anybody has is read."""
         late = replace(state, flights=(), stalled_s=1000.0)
         for _ in state.members:
             gone = overdue_members(late)
             left = tuple(m for m in late.members if m not in gone)
-            # What is coming is said by members alone.
-            late = replace(late, members=left, coming=late.coming if set(left) - {"me"} else 0)
+            late = replace(late, members=left)
         offered = 0
         for source in state.sources:
             offered |= source.chunks

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from paceline.refit.model import (
     InstalledReport,
     TensorBuffer,
 )
+from paceline.refit.receiver.fetch import FetchLimits
+from paceline.refit.receiver.install import InstallLimits
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.receiver.standing import StalenessBound
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
@@ -30,6 +33,7 @@ from paceline.testing.fakes.generator import FakeGenerator
 from paceline.testing.fakes.trainer import FakeTrainer, State, bytes_of, root_of
 from paceline.testing.faults import CorruptingReader, FlakyReader, SlowReader, TruncatingReader
 from paceline.testing.payloads import delta_payload, full_payload
+from refit.conftest import SMALL_DISK_BYTES
 
 ALIASES = (("head", "embed"),)
 
@@ -485,3 +489,25 @@ class TestStanding:
         health = receiver.health()
         assert health.state is EngineState.FAILED
         assert "ZeroDivisionError: bug" in health.reason
+
+
+def test_an_engine_without_room_serves_on_and_says_what_to_free(small_disk: Path) -> None:
+    """Where payloads wait the disk is full: the version before stays, and room lets it follow."""
+    fetch = FetchLimits(window_bytes=1024, spool_dir=small_disk)
+    world = World(limits=InstallLimits(fetch=fetch))
+    world.publish(0)
+    world.settle()
+    world.assert_serves(0)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(SMALL_DISK_BYTES))
+    world.trainer.publish_full("v1", 1, STATES[1])
+    world.settle()
+    world.assert_serves(0)
+    refused = world.events("version.refused")[-1].fields
+    assert f"{small_disk} is full" in str(refused)
+    assert "make room" in str(refused)
+    assert list(small_disk.iterdir()) == [filler]
+    filler.unlink()
+    world.clock.advance(60)
+    world.settle()
+    world.assert_serves(1)

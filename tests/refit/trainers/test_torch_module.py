@@ -139,7 +139,11 @@ def test_it_is_found_by_name_and_signs_its_protocols() -> None:
     assert isinstance(trainer, SupportsChain)
     assert isinstance(trainer, SupportsAnchors)
     assert trainer.source_slot_id == "publisher:global-rank:3"
-    assert trainer.supported_payload_formats == {FULL, DELTA}
+    assert trainer.supported_payload_formats == {
+        FULL,
+        DELTA,
+        WeightPayloadFormat.FULL_HF_CHECKPOINT,
+    }
     assert trainer.supported_staging_modes == {HOST, PLACE}
 
 
@@ -328,9 +332,10 @@ def test_what_is_refused() -> None:
     for mode in (TrainerStagingMode.UNSPECIFIED, TrainerStagingMode.COPY_TO_DEVICE):
         with pytest.raises(ValueError, match="staging mode"):
             stage(trainer, FULL, mode)
-    for payload_format in (WeightPayloadFormat.UNSPECIFIED, WeightPayloadFormat.FULL_HF_CHECKPOINT):
-        with pytest.raises(ValueError, match="payload format"):
-            stage(trainer, payload_format)
+    with pytest.raises(ValueError, match="payload format"):
+        stage(trainer, WeightPayloadFormat.UNSPECIFIED)
+    with pytest.raises(ValueError, match="written to a bucket"):
+        stage(trainer, WeightPayloadFormat.FULL_HF_CHECKPOINT, PLACE)
     with pytest.raises(ValueError, match="not the tensors"):
         trainer.stage_shard(tensors=Tiny(10), staging_mode=HOST, payload_format=FULL)
     stranger = StagedWeightVersionShardData(

@@ -2,8 +2,8 @@
 
 ``serve BYTES`` serves an object of so many patterned bytes; for each line on its input, which is
 ``withdraw`` or ``other``, it withdraws that object, or lets another one come and go.
-``read ENDPOINT BYTES TIMEOUT`` reads that object once per line and tells what came; with ``plan``
-and ``run TIMEOUT`` in two steps.
+``read BYTES TIMEOUT`` is told an endpoint first, then reads that object once per line and tells
+what came; with ``plan`` and ``run TIMEOUT`` in two steps.
 """
 
 # ruff: noqa: T201 - printing is how it answers
@@ -52,7 +52,7 @@ def serve(num_bytes: int) -> None:
     server.close()
 
 
-def read(endpoint: str, num_bytes: int, timeout_s: float) -> None:
+def read(num_bytes: int, timeout_s: float) -> None:
     clock = system_clock()
     door = HttpObjectReader(
         token=lambda: TOKEN,
@@ -63,6 +63,7 @@ def read(endpoint: str, num_bytes: int, timeout_s: float) -> None:
     reader = NixlObjectReader(NixlAgent(f"read-{os.getpid()}"), door, clock=clock)
     wanted = ObjectRange(object_id="ab", offset=0, size=num_bytes)
     plan = None
+    endpoint = sys.stdin.readline().strip()
     for line in sys.stdin:
         target = bytearray(num_bytes)
         started = clock.monotonic()
@@ -84,4 +85,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]))
     else:
-        read(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        read(int(sys.argv[2]), float(sys.argv[3]))

@@ -77,10 +77,13 @@ class Process:
             env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
-    def tell(self, line: str = "") -> dict[str, object]:
+    def say(self, line: str) -> None:
         assert self.popen.stdin is not None
         self.popen.stdin.write(line + "\n")
         self.popen.stdin.flush()
+
+    def tell(self, line: str = "") -> dict[str, object]:
+        self.say(line)
         return self.listen()
 
     def listen(self) -> dict[str, object]:
@@ -96,12 +99,16 @@ class Process:
         self.popen.communicate()
 
 
+def two_ends(tls: str | None) -> tuple[Process, Process]:
+    """A source and a reader of it, which start side by side: most of their time goes into that."""
+    source, sink = Process("serve", str(SIZE), tls=tls), Process("read", str(SIZE), "60", tls=tls)
+    sink.say(str(source.listen()["endpoint"]))
+    return source, sink
+
+
 @pytest.fixture(params=["", "tcp"], ids=["shared memory", "tcp"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Process, Process]]:
-    tls = request.param or None
-    source = Process("serve", str(SIZE), tls=tls)
-    endpoint = str(source.listen()["endpoint"])
-    sink = Process("read", endpoint, str(SIZE), "60", tls=tls)
+    source, sink = two_ends(request.param or None)
     yield source, sink
     source.end()
     sink.end()
@@ -147,8 +154,7 @@ def test_source_dies_under_a_plan() -> None:
 
 def test_a_source_that_stands_still_is_left() -> None:
     """Over TCP a stopped process answers nothing: the deadline ends the wait, not the peer."""
-    source = Process("serve", str(SIZE), tls="tcp")
-    sink = Process("read", str(source.listen()["endpoint"]), str(SIZE), "60", tls="tcp")
+    source, sink = two_ends("tcp")
     assert sink.tell()["sha256"] == expected()
     sink.tell("plan")
     source.popen.send_signal(signal.SIGSTOP)

@@ -178,9 +178,9 @@ def test_urls_are_checked(url: str) -> None:
 
 
 def test_a_full_disk_is_an_error(small_disk: Path) -> None:
-    """A folder that is full takes nothing half."""
+    """A folder that is full takes nothing half, and the error says what to free."""
     bucket = Bucket(f"file://{small_disk}/bucket")
-    with pytest.raises(PublishError, match="failed writing"):
+    with pytest.raises(PublishError, match=r"failed writing k.*remove folders of old versions"):
         bucket.put_new("k", [memoryview(bytes(2 * SMALL_DISK_BYTES))])
     assert bucket.read("k", size_max=9) is None
     bucket.put_new("k", [memoryview(b"1")])

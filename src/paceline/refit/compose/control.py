@@ -12,7 +12,8 @@ from paceline import system
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError, UsageError
 from paceline.core.registry import LazyEntry, load_entry
-from paceline.refit.compose.data import DataPlane, open_reader
+from paceline.refit.compose.data import DataPlane
+from paceline.refit.compose.manifests import ManifestReader
 from paceline.refit.control import auth
 from paceline.refit.control.protocol import ControlClient
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
@@ -293,11 +294,9 @@ def verify_version(
     with ExitStack() as parts:
         data = with_run_tls(DataPlane(), credentials, parts)
         token = credentials.data_token
-        reader = open_reader(data, token=lambda: token, name="verify")
+        reader = ManifestReader(data, token=lambda: token)
         parts.callback(reader.close)
-        read = partial(
-            reader.read_manifest, size_max=MANIFEST_BYTES_MAX, timeout_s=MANIFEST_TIMEOUT_S
-        )
+        read = partial(reader.read, size_max=MANIFEST_BYTES_MAX, timeout_s=MANIFEST_TIMEOUT_S)
         for version in chain:
             check = check_of(version, credentials)
             problems += check_manifests(shards[version.uid], read, check=check)

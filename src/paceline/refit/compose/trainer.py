@@ -212,6 +212,7 @@ class TrainerConnection:
             payload_format=self.settings.payload_format,
             anchor_every=self.settings.anchor_every,
             sign=signer(self._credentials),
+            checkpoint_files=_config_of(tensors),
         )
         made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
         if self.settings.format is PublishedFormat.CANONICAL:
@@ -289,6 +290,16 @@ class TrainerConnection:
             self._control.record_event(event)
         except ControlError as exc:
             log.warning("event %s was not recorded: %s", name, exc)
+
+
+def _config_of(tensors: object) -> Mapping[str, bytes]:
+    """Return what a checkpoint needs beside its weights, as far as the model tells it."""
+    found: dict[str, bytes] = {}
+    for name in ("config", "generation_config"):
+        render = getattr(getattr(tensors, name, None), "to_json_string", None)
+        if render is not None:
+            found[f"{name}.json"] = render().encode()
+    return found
 
 
 @contextmanager

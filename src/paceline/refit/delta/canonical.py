@@ -11,7 +11,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -107,19 +107,24 @@ def render_full_index(weight_map: Mapping[str, str], *, total_size: int) -> byte
 def render_delta_shard(tensors: Mapping[str, CanonicalTensor]) -> bytes:
     """Return one shard of a delta."""
     checksums = {name: item.adler32 for name, item in tensors.items()}
-    return _shard(
-        [(name, "U8", (len(item.frame),), item.frame) for name, item in sorted(tensors.items())],
-        checksums,
-    )
+    rows: list[_Part] = [
+        (name, "U8", (len(item.frame),), item.frame) for name, item in sorted(tensors.items())
+    ]
+    return b"".join(_shard_parts(rows, checksums))
 
 
 def render_full_shard(tensors: Mapping[str, FullTensor]) -> bytes:
     """Return one shard of a full version."""
+    return b"".join(full_shard_parts(dict(sorted(tensors.items()))))
+
+
+def full_shard_parts(tensors: Mapping[str, FullTensor]) -> Sequence[Buffer]:
+    """Return header and tensors of a shard, in the order given; no tensor is copied."""
     checksums = {name: f"{zlib.adler32(item.data):08x}" for name, item in tensors.items()}
-    return _shard(
-        [(name, item.dtype, item.shape, item.data) for name, item in sorted(tensors.items())],
-        checksums,
-    )
+    rows: list[_Part] = [
+        (name, item.dtype, item.shape, item.data) for name, item in tensors.items()
+    ]
+    return _shard_parts(rows, checksums)
 
 
 def versions_of(index: bytes) -> tuple[str, str]:
@@ -205,9 +210,10 @@ def parse_full_shard(data: memoryview, names: Iterable[str]) -> dict[str, FullTe
 _Rows = dict[str, tuple[str, tuple[int, ...], memoryview]]
 
 
-def _shard(
-    rows: list[tuple[str, str, tuple[int, ...], Buffer]], checksums: dict[str, str]
-) -> bytes:
+_Part = tuple[str, str, tuple[int, ...], Buffer]
+
+
+def _shard_parts(rows: Iterable[_Part], checksums: Mapping[str, str]) -> Sequence[Buffer]:
     header: dict[str, object] = {"__metadata__": dict(checksums)}
     end = 0
     for name, dtype, shape, data in rows:
@@ -219,7 +225,7 @@ def _shard(
         end += len(data)
     text = _json(header)
     text += b" " * (-len(text) % 8)
-    return b"".join((_LENGTH.pack(len(text)), text, *(data for _, _, _, data in rows)))
+    return (_LENGTH.pack(len(text)) + text, *(data for _, _, _, data in rows))
 
 
 def _parse_index(data: bytes) -> tuple[dict[str, object], dict[str, str]]:

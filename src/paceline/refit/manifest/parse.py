@@ -25,7 +25,7 @@ from paceline.refit.manifest.v1 import (
     shape_problem,
     text_problem,
 )
-from paceline.refit.model import DTYPE_BITS, TensorEntry, WeightPayloadFormat
+from paceline.refit.model import DTYPE_BITS, FULL_FORMATS, TensorEntry, WeightPayloadFormat
 
 MANIFEST_BYTES_MAX = 64 * 2**20
 INTEGER_MAX = 2**53 - 1
@@ -126,7 +126,7 @@ def _check_aliases(manifest: Manifest) -> None:
 def _check_segments(manifest: Manifest) -> None:
     entries = {entry.name: entry for entry in manifest.tensors}
     objects = {item.object_id: item for item in manifest.objects}
-    is_full = manifest.payload_format is WeightPayloadFormat.FULL_TENSOR
+    is_full = manifest.is_full
     if is_full and len(manifest.segments) != len(entries):
         raise ParseError(ParseReason.INCONSISTENT, "segments", "a full payload names every tensor")
     for index, segment in enumerate(manifest.segments):
@@ -237,7 +237,7 @@ def _count(value: object, where: str, *, least: int = 0, most: int = INTEGER_MAX
 
 def _payload_format(value: object) -> WeightPayloadFormat:
     text = _text(value, "payload_format")
-    for known in (WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA):
+    for known in (*FULL_FORMATS, WeightPayloadFormat.XOR_DELTA):
         if text == known.value:
             return known
     raise ParseError(ParseReason.OUT_OF_RANGE, "payload_format", text[:80])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from paceline.refit.model import TensorEntry, WeightPayloadFormat
+from paceline.refit.model import FULL_FORMATS, TensorEntry, WeightPayloadFormat
 
 SCHEMA = "paceline.manifest.v1"
 TEXT_CHARS_MAX = 1024
@@ -80,3 +80,8 @@ class Manifest:
     """Sorted by object id."""
     segments: tuple[Segment, ...]
     """Sorted by tensor name, at most one per tensor."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it says all of every tensor, so that readers can start from it."""
+        return self.payload_format in FULL_FORMATS

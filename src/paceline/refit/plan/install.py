@@ -12,13 +12,14 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 
 from paceline.refit.model import (
+    FULL_FORMATS,
     VersionDescription,
     VersionState,
     WeightPayloadFormat,
     WeightVersion,
 )
 
-INSTALLABLE = frozenset({WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA})
+INSTALLABLE = FULL_FORMATS | {WeightPayloadFormat.XOR_DELTA}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class _Candidate:
 
     @property
     def is_full(self) -> bool:
-        return self.version.payload_format is WeightPayloadFormat.FULL_TENSOR
+        return self.version.payload_format in FULL_FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +184,16 @@ def _candidates(versions: Iterable[WeightVersion]) -> Sequence[_Candidate]:
         for version in versions
         if version.state is VersionState.READY
         and version.description is not None
-        and version.payload_format in INSTALLABLE
+        and _is_ours(version)
     ]
+
+
+def _is_ours(version: WeightVersion) -> bool:
+    """Leave out checkpoints that are files alone, without a source that tells where tensors are."""
+    is_checkpoint = version.payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
+    return version.payload_format in INSTALLABLE and not (
+        is_checkpoint and not version.expected_source_slots
+    )
 
 
 def _options(routes: Sequence[_Route], *, held: Holding | None, costs: Costs) -> tuple[Option, ...]:

@@ -187,11 +187,15 @@ def _far_read(state: FetchState) -> Read | None:
 
 
 def _may_go_far(state: FetchState) -> int:
-    """Return the chunks that this reader may fetch from far away now."""
+    """Return the chunks that this reader may fetch from far away now.
+
+    Where there is nobody else, nothing is coming, whatever was said before they went.
+    """
     owned = all_chunks(state.num_chunks)
     if state.members:
         owned = owned_chunks(state.members, state.worker_id, num_chunks=state.num_chunks)
-    return owned & ~_nearby(state) & ~state.coming
+    others = set(state.members) - {state.worker_id}
+    return owned & ~_nearby(state) & ~(state.coming if others else 0)
 
 
 def _nearby(state: FetchState) -> int:

@@ -37,6 +37,7 @@ from paceline.refit.model import (
     WorkerRegistration,
     WorkerRole,
 )
+from paceline.refit.publisher.checkpoint import place_of_files, show_files
 from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.shelf import VersionShelf
@@ -160,12 +161,9 @@ class Publisher:
         self._shelf.release()
         sequence = self._next_sequence
         self._next_sequence += 1
-        is_full = (
-            self._needs_full or self._options.payload_format is WeightPayloadFormat.FULL_TENSOR
-        )
-        staged = self._stage(
-            WeightPayloadFormat.FULL_TENSOR if is_full else self._options.payload_format
-        )
+        wanted = self._options.payload_format
+        needs_full = self._needs_full and wanted is WeightPayloadFormat.XOR_DELTA
+        staged = self._stage(WeightPayloadFormat.FULL_TENSOR if needs_full else wanted)
         uid = version_uid(self._options.run_id, sequence)
         version = self._version(uid, staged, sequence=sequence, step=step)
         self._bring_out(version)
@@ -308,6 +306,7 @@ class Publisher:
             self._persist(self._register)
             self._create(version)
             self._shelf.serve(version)
+            show_files(self._source, version, self._options.checkpoint_files)
             self._advertise(version)
         except BaseException as exc:
             self._take_back(version, exc)
@@ -328,6 +327,7 @@ class Publisher:
             payload_format=version.buffers.manifest.payload_format,
             base_version_id=version.base_version_id,
             expected_source_slots=(self._slot,),
+            object_storage=place_of_files(self._source, version),
             uid=version.uid,
         )
         try:

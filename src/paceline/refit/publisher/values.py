@@ -1,7 +1,7 @@
 """What a publisher is told and what it answers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.refit.manifest.signature import Statement
@@ -55,6 +55,8 @@ class PublisherOptions:
     """Puts a signature behind a manifest; None publishes unsigned."""
     compose: bool = True
     """Also publish one delta from the newest full version, for engines that join late."""
+    checkpoint_files: Mapping[str, bytes] = field(default_factory=dict)
+    """What stands beside the weights of a checkpoint, such as ``config.json``."""
     heartbeat_wait: Waiter | None = None
     """Paces the heartbeat; real time by default."""
 
@@ -116,7 +118,7 @@ class OwnVersion:
     @property
     def is_full(self) -> bool:
         """Whether readers can start from it."""
-        return self.buffers.manifest.payload_format is WeightPayloadFormat.FULL_TENSOR
+        return self.buffers.manifest.is_full
 
 
 def version_uid(run_id: str, sequence: int) -> str:

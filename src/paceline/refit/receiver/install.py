@@ -295,13 +295,15 @@ class Installer:
         whole = base is None or self._since_whole_check >= self._limits.whole_check_every
         if whole:
             self._since_whole_check = 0
-        return Checks(whole=whole, tools=self._tools)
+        return Checks(whole=whole, payload=False, tools=self._tools)  # the fetcher has proven it
 
     def _prove(self, staged: StagedInstall, label: InstalledVersion, checks: Checks) -> None:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""
         try:
             only = None if checks.whole else ()
-            root = prove_live(self._engine.live_tensors(), staged.entries, only=only)
+            root = prove_live(
+                self._engine.live_tensors(), staged.entries, only=only, tools=self._tools
+            )
             if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
                 from paceline.refit.staging.mirror import prove_device
 

@@ -8,7 +8,7 @@ from paceline.refit.digest import content_digest
 from paceline.refit.errors import VerifyError
 from paceline.refit.manifest.payload import verify_chunk
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Segment
-from paceline.refit.model import ObjectRange, TensorEntry, WeightPayloadFormat
+from paceline.refit.model import ObjectRange, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,9 +28,10 @@ def pieces_of(manifest: Manifest, *, by_content: bool) -> Iterator[Piece]:
         by_content: prove full tensors by their content digests, at memory speed, instead of
             chunks by SHA-256: right against accidents, for sources inside one trusted network.
     """
-    is_full = manifest.payload_format is WeightPayloadFormat.FULL_TENSOR
     for item in manifest.objects:
-        yield from _by_tensor(item, manifest) if by_content and is_full else _by_chunk(item)
+        yield from (
+            _by_tensor(item, manifest) if by_content and manifest.is_full else _by_chunk(item)
+        )
 
 
 def windows_of(pieces: Sequence[Piece], *, bytes_max: int) -> Iterator[Sequence[Piece]]:

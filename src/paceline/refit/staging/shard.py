@@ -86,6 +86,8 @@ class StagedObject:
     object_id: str
     num_bytes: int
     parts: tuple[memoryview, ...]
+    file: str = ""
+    """What it is called in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +99,8 @@ class StagedBuffers:
     changed_elements: int
     total_elements: int
     full_bytes: int
+    index: bytes = b""
+    """Names the files of a checkpoint."""
 
     @property
     def payload_bytes(self) -> int:

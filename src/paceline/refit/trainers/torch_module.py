@@ -19,12 +19,14 @@ from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import StagingError
 from paceline.refit.kernels.registry import PickLoops, loops_on
 from paceline.refit.model import (
+    FULL_FORMATS,
     CompletionFence,
     StagedWeightVersionShardData,
     TensorBuffer,
     TrainerStagingMode,
     WeightPayloadFormat,
 )
+from paceline.refit.staging.checkpoint import checkpoint_shard
 from paceline.refit.staging.host import Arena, ArenaRing
 from paceline.refit.staging.in_place import InPlaceGuard
 from paceline.refit.staging.shadow import Change, DeviceShadow
@@ -134,8 +136,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
     @property
     def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
-        """FULL_TENSOR and XOR_DELTA."""
-        return frozenset({WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA})
+        """All three."""
+        return FULL_FORMATS | {WeightPayloadFormat.XOR_DELTA}
 
     def bind_tensors(self, tensors: Any) -> str:
         """Take a module or a mapping name -> tensor, once.
@@ -162,7 +164,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             tensors: what was bound, or None.
             staging_mode: COPY_TO_HOST; IN_PLACE (full payloads only); or WRITE_TO_STORAGE, which
                 uploads in the background until the fence: training goes on meanwhile.
-            payload_format: FULL_TENSOR, or XOR_DELTA once a version was committed.
+            payload_format: FULL_TENSOR or FULL_HF_CHECKPOINT, or XOR_DELTA once a version was
+                committed.
 
         Raises:
             ValueError: not supported, or a delta before the first commit.
@@ -183,6 +186,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             capture = _capture(arena, layout, exported, change)
             if base is not None and change is not None:
                 buffers = delta_shard(base, capture, link=self._link, encoded_before=change.encoded)
+            elif payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT:
+                buffers = checkpoint_shard(capture)
             else:
                 buffers = full_shard(capture)
         except BaseException:
@@ -261,8 +266,13 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         if payload_format not in self.supported_payload_formats:
             raise ValueError(f"payload format {payload_format.value} is not supported")
         is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
-        if is_delta and mode is TrainerStagingMode.IN_PLACE:
+        if mode is TrainerStagingMode.IN_PLACE and is_delta:
             raise ValueError("a delta needs a copy of its base: stage with COPY_TO_HOST")
+        if (
+            mode is TrainerStagingMode.IN_PLACE
+            and payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
+        ):
+            raise ValueError("a checkpoint is written to a bucket: stage with WRITE_TO_STORAGE")
         if is_delta and self._base is None:
             raise ValueError("no version was committed yet: the first one must be FULL_TENSOR")
 

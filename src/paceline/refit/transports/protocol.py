@@ -191,6 +191,29 @@ class SupportsCommits(Protocol):
         ...
 
 
+CHECKPOINT_INDEX = "model.safetensors.index.json"
+"""What every reader of a checkpoint opens first."""
+
+
+@runtime_checkable
+class SupportsCheckpoints(Protocol):
+    """A server of a store in which objects can also be files of a checkpoint."""
+
+    def checkpoint_url(self, folder: str) -> str:
+        """Return where the index of a checkpoint is going to be. Raises PublishError."""
+        ...
+
+    def publish_checkpoint(
+        self, folder: str, files: Mapping[str, str], documents: Mapping[str, bytes]
+    ) -> None:
+        """Show served objects as files, by name, beside documents; visible whole or not at all.
+
+        Raises:
+            PublishError: the store does not take it.
+        """
+        ...
+
+
 class ObjectReader(Protocol):
     """The reading side of one transport. Safe from several threads."""
 

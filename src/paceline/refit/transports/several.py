@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from paceline.core.clock import Clock
-from paceline.refit.errors import FetchError
+from paceline.refit.errors import FetchError, PublishError
 from paceline.refit.model import Shard, WeightVersion, WeightVersionShardManifest
 from paceline.refit.transports.address import join_addresses, scheme_of, split_addresses
 from paceline.refit.transports.protocol import (
@@ -19,6 +19,7 @@ from paceline.refit.transports.protocol import (
     ObjectServer,
     Part,
     ReadPlan,
+    SupportsCheckpoints,
     SupportsCommits,
     Terms,
     TransferRecord,
@@ -26,6 +27,10 @@ from paceline.refit.transports.protocol import (
 )
 
 LEFT_ALONE_S = 30.0
+NO_STORE_OF_FILES = (
+    "FULL_HF_CHECKPOINT is written to a bucket: add objectstore to refit.transports, "
+    "and refit.bucket"
+)
 _T = TypeVar("_T")
 
 
@@ -100,6 +105,22 @@ class SeveralServers:
         for server in self._servers:
             if isinstance(server, SupportsCommits):
                 server.retire_version(uid)
+
+    def checkpoint_url(self, folder: str) -> str:
+        """Return where the index of a checkpoint is going to be. Raises PublishError."""
+        return self._store_of_files().checkpoint_url(folder)
+
+    def publish_checkpoint(
+        self, folder: str, files: Mapping[str, str], documents: Mapping[str, bytes]
+    ) -> None:
+        """Show the files where there are files. Raises PublishError."""
+        self._store_of_files().publish_checkpoint(folder, files, documents)
+
+    def _store_of_files(self) -> SupportsCheckpoints:
+        for server in self._servers:
+            if isinstance(server, SupportsCheckpoints):
+                return server
+        raise PublishError(NO_STORE_OF_FILES)
 
     def close(self) -> None:
         """Close all; idempotent."""

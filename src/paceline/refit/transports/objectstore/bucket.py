@@ -30,6 +30,8 @@ SCHEMES: Final = ("s3", "gs", "az", "file")
 MULTIPART_BYTES_MIN: Final = 64 * 2**20
 """Below this a put is one request, which can be told not to replace anything."""
 _PART_BYTES: Final = 16 * 2**20
+_FULL: Final = ("(os error 28)", "(os error 122)")
+"""ENOSPC and EDQUOT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,11 @@ class Bucket:
                         f"{self.url}/{key} holds something else already; what is published never "
                         "changes, use another prefix or run"
                     ) from None
+
+    def copy_new(self, source: str, key: str) -> None:
+        """Show a key's bytes under another one too; the store copies. Raises PublishError."""
+        with _refusing(PublishError, f"copying to {key}", self.url):
+            obstore.copy(self._store, source, key)
 
     def put_hint(self, key: str, data: bytes) -> None:
         """Replace a key that only helps to find others. Raises PublishError."""
@@ -209,7 +216,15 @@ def _refusing(error: type[FetchError] | type[PublishError], what: str, url: str)
     except InvalidPathError as exc:
         raise error(f"{what}: {_first_line(exc)}") from exc
     except (BaseError, OSError) as exc:
-        raise error(f"{url} failed {what}: {_first_line(exc)}; try again later") from exc
+        # The library has no error of its own for a disk without room; the system's text is inside.
+        is_full = any(word in str(exc) for word in _FULL)
+        advice = (
+            "it has no room left: remove folders of old versions or runs there, or take another "
+            "bucket; nothing of this is visible"
+            if is_full
+            else "try again later"
+        )
+        raise error(f"{url} failed {what}: {_first_line(exc)}; {advice}") from exc
 
 
 def _first_line(exc: BaseException) -> str:

@@ -1,12 +1,13 @@
 """Publishing into a bucket: data first, then the manifest that names it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.refit.errors import PublishError
 from paceline.refit.model import Shard, WeightVersion, WeightVersionShardManifest
 from paceline.refit.transports.address import manifest_path, object_path
 from paceline.refit.transports.objectstore.bucket import Bucket
 from paceline.refit.transports.objectstore.log import CommitLog
+from paceline.refit.transports.protocol import CHECKPOINT_INDEX
 
 
 class BucketObjectServer:
@@ -59,6 +60,26 @@ class BucketObjectServer:
     def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
         """Delete it; idempotent."""
         self._bucket.remove(key_of_manifest(version_id, source_slot_id))
+
+    def checkpoint_url(self, folder: str) -> str:
+        """Return where the index of a checkpoint is going to be."""
+        return f"{self._bucket.url}/{folder}/{CHECKPOINT_INDEX}"
+
+    def publish_checkpoint(
+        self, folder: str, files: Mapping[str, str], documents: Mapping[str, bytes]
+    ) -> None:
+        """Show objects as the files of a checkpoint; the index is last of the documents.
+
+        Whoever loads it holds no lease, so it stays until somebody removes the folder.
+
+        Raises:
+            PublishError: the store does not take it; without its index nobody sees it.
+        """
+        self._require_open()
+        for name, object_id in files.items():
+            self._bucket.copy_new(key_of_object(object_id), f"{folder}/{name}")
+        for name in sorted(documents, key=lambda name: name == CHECKPOINT_INDEX):
+            self._bucket.put_new(f"{folder}/{name}", [memoryview(documents[name])])
 
     def commit_version(self, version: WeightVersion, shards: Sequence[Shard]) -> None:
         """Commit it, and those of ours that an earlier commit could not tell of."""

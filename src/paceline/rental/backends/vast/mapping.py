@@ -165,10 +165,11 @@ def offers_of(
     found = [_offer(row, words, c, is_spot=is_spot) for row in rows]
     offers = {offer.id: offer for offer in found if offer is not None}
     if not offers:
+        price = "any price" if c.max_dph is None else f"a price up to {c.max_dph:g} $/h"
         raise NoOffersError(
             f"vast: no machine for {c.gpu_target} with {c.min_disk_gb} GB of disk, "
-            f"{c.min_inet_down_mbps} Mbit/s, reliability {c.min_reliability} and price limit "
-            f"{c.max_dph} $/h is on offer; relax one of them or try again later"
+            f"{c.min_inet_down_mbps} Mbit/s, reliability {c.min_reliability} and {price} "
+            "is on offer; relax one of them or try again later"
         )
     return sorted(offers.values(), key=lambda offer: offer.dph)
 
