@@ -7,6 +7,7 @@ import pytest
 
 from contracts.clouds import RealSshContract, built, key_pair
 from paceline.rental.backends.protocol import BackendAdapter
+from paceline.rental.backends.runpod.mapping import NEWBORN_S
 from paceline.testing.clock import FakeClock
 from paceline.testing.contracts.cloud import CloudContract
 from paceline.testing.fakes.cloud import FakeCloud, FakeTransport
@@ -41,3 +42,4 @@ class TestRunpodWithRealSsh(RealSshContract):
     """RunPod, from search to teardown, with a real sshd behind each machine."""
 
     backend = "runpod"
+    newborn_s = NEWBORN_S

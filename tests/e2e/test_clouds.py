@@ -19,7 +19,10 @@ pytestmark = [
 
 
 def test_offers_and_a_command_on_a_rented_machine(tmp_path: Path) -> None:
-    """`offers` shows the market; `run` rents, runs and tears down, and no bill goes on."""
+    """`offers` shows the market; `run` rents where it may, runs, tears down; no bill goes on.
+
+    Without `--backend` it asks everybody who lets it in.
+    """
     machines = SshMachines(tmp_path / "machines")
     fake = FAKES["vast"]()(clock=system_clock(), machines=machines, boot_s=0.2)
     with serve_fake(fake) as found:
@@ -40,7 +43,7 @@ def test_offers_and_a_command_on_a_rented_machine(tmp_path: Path) -> None:
         offers = paceline("offers", "--gpu", "h100-1x", "--backend", "vast", "--json")
         assert offers.returncode == 0, offers.stderr
         assert "h100-sxm" in json.dumps(json.loads(offers.stdout))
-        words = ("--backend", "vast", "--gpu", "h100-1x", "--budget-usd", "8", "--yes")
+        words = ("--gpu", "h100-1x", "--budget-usd", "8", "--yes")
         done = paceline("run", *words, "--", "uname", "-s")
         assert done.returncode == 0, done.stderr
         assert "Linux" in done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """Reaching into a run's machine behind a real sshd: logs, exec, sync, plain ssh, our package."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -123,3 +124,34 @@ def test_a_locked_record_is_told_and_loses_nothing(operator: Operator) -> None:
     assert operator.type("down", "held")[0] == 0
     up.communicate(timeout=30)
     operator.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_under_the_record_loses_nothing(
+    operator: Operator, machine: FakeMachine
+) -> None:
+    """The machine goes all the same, each error says what to free, and the record can be mended."""
+    operator.state.mkdir()
+    mount = ["/bin/mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(operator.state)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("this computer does not let us mount")
+    try:
+        operator.job("name: f\nroles:\n  task: {backend: ssh, gpu: cpu-1x, run: exec sleep 300}\n")
+        up = operator.start("up", "job.yaml", "--yes", "--run-id", "full", "--out", "out")
+        events = operator.home / "out" / "events.jsonl"
+        operator.wait_for(lambda: events.exists() and "role.started" in events.read_text())
+        ballast = operator.state / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(8 << 20))
+        status, _, err = operator.type("down", "full")
+        assert status == 10
+        assert "free some space" in err
+        _, err = up.communicate(timeout=30)
+        assert "is gone, but that is not on record" in err
+        assert machine.num_processes() == 0
+        ballast.unlink()
+        assert operator.type("gc", "--yes")[0] == 0
+        assert operator.machines() == []
+    finally:
+        subprocess.run(["/bin/umount", "-l", str(operator.state)], check=True)

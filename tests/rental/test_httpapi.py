@@ -141,6 +141,34 @@ def test_calls_of_a_lane_are_never_too_close(calls: list[tuple[str, float]]) -> 
     assert Pacers().of("x") is not Pacers().of("x")
 
 
+@given(st.integers(1, 12), st.lists(st.floats(0, 30), max_size=80))
+def test_a_burst_never_breaks_a_window(burst: int, pauses_s: list[float]) -> None:
+    """However calls come in, no window sees more than a burst and what its length allows."""
+    pacer, interval_s, now_s = Pacer(), 1.3, 0.0
+    sent: list[float] = []
+    for pause_s in pauses_s:
+        now_s += pause_s
+        wait_s = pacer.reserve({"*": interval_s}, now_s=now_s, bursts={"*": burst})
+        sent.append(now_s + wait_s)
+    for first, from_s in enumerate(sent):
+        for last in range(first, len(sent)):
+            allowed = burst + (sent[last] - from_s) / interval_s
+            assert last - first + 1 <= allowed + 1e-6
+
+
+def test_a_hold_ends_a_burst() -> None:
+    """After a 429 nothing goes out until it may, and then one at a time."""
+    pacer = Pacer()
+
+    def wait_s(now_s: float) -> float:
+        return pacer.reserve({"*": 1.0}, now_s=now_s, bursts={"*": 3})
+
+    assert [wait_s(0.0) for _ in range(5)] == [0.0, 0.0, 0.0, 1.0, 2.0]
+    pacer.hold("*", until_s=20.0)
+    assert [wait_s(10.0) for _ in range(3)] == [10.0, 11.0, 12.0]
+    assert [wait_s(100.0) for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "content",
     [b"<html>Bad Gateway</html>", b'{"a": ', b"NaN", b"\xff\xfe", b"[" * 100_000, b"9" * 5000],

@@ -156,11 +156,21 @@ def running() -> InstanceStatus:
     return InstanceStatus(InstanceState.RUNNING.value, "", 1, None, None, {})
 
 
+def refuse(error: Exception) -> Callable[[InstanceStatus], None]:
+    """Return a probe that fails."""
+
+    def probe(_status: InstanceStatus) -> None:
+        raise error
+
+    return probe
+
+
 def test_running_is_not_enough_where_a_probe_is_given() -> None:
     """The machine has to answer itself, which may take longer than its provider says."""
     clock = FakeClock()
 
-    def probe() -> None:
+    def probe(status: InstanceStatus) -> None:
+        assert status == running()
         if clock.monotonic() < 40:
             raise SshUnreachableError("refused")
 
@@ -171,7 +181,7 @@ def test_running_is_not_enough_where_a_probe_is_given() -> None:
             running,
             clock=FakeClock(),
             timeout_s=60,
-            probe=fail(SshUnreachableError("refused")),
+            probe=refuse(SshUnreachableError("refused")),
         )
 
 
@@ -179,7 +189,7 @@ def test_a_key_may_come_late_but_not_for_ever() -> None:
     """A refused key is waited for a while, and then said to be refused."""
     clock = FakeClock()
     with pytest.raises(SshDeniedError):
-        wait_running(running, clock=clock, timeout_s=1200, probe=fail(SshDeniedError("no")))
+        wait_running(running, clock=clock, timeout_s=1200, probe=refuse(SshDeniedError("no")))
     assert DENIED_S_MAX < clock.monotonic() < DENIED_S_MAX + 20
 
 
@@ -187,7 +197,7 @@ def test_what_waiting_does_not_mend_is_raised_at_once() -> None:
     """Another host key, for one."""
     clock = FakeClock()
     with pytest.raises(HostKeyChangedError):
-        wait_running(running, clock=clock, timeout_s=60, probe=fail(HostKeyChangedError("x")))
+        wait_running(running, clock=clock, timeout_s=60, probe=refuse(HostKeyChangedError("x")))
     assert clock.monotonic() == 0
 
 

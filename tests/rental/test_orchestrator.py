@@ -441,3 +441,30 @@ def test_a_record_that_fails_keeps_no_machine_billing(world: World, *, is_gone: 
     world.clock.sleep(1000)
     world.orchestrator.reconcile(run_id="run-1")
     assert world.orchestrator.machines() == ()
+
+
+class SeeingBackend(ListingFakeBackend):
+    """Reads after its order to destroy."""
+
+    sees_gone = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "reads"),
+    [
+        (ListingFakeBackend, None, 1),
+        (SeeingBackend, None, 0),
+        (SeeingBackend, Fault.LOST_TEARDOWN_REPLY, 1),
+    ],
+)
+def test_who_sees_a_machine_gone_is_not_asked_again(
+    world: World, kind: type[ListingFakeBackend], fault: Fault | None, reads: int
+) -> None:
+    """Only an adapter that reads itself, and only where its order raised nothing, is believed."""
+    world.fake = kind(clock=world.clock, listing_lag_s=10.0)
+    machine = world.rent()
+    world.fake.faults[:] = [fault] if fault else []
+    world.fake.calls.clear()
+    assert world.orchestrator.destroy(machine) is not None
+    assert world.fake.calls.count("status") == reads
+    assert world.states() == []

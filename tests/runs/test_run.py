@@ -1,5 +1,6 @@
 """The driver over fakes that behave: machines that get lost, money that runs out, bugs, delays."""
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus
 from paceline.rental import (
     BackendAdapter,
@@ -33,7 +35,7 @@ from paceline.runs.model import Budget, JobSpec, Outcome, RestartMode, RoleKind,
 from paceline.runs.outcome import RunResult
 from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView
-from paceline.runs.run import Limits, RunDriver, RunParts
+from paceline.runs.run import COST_EVERY_S, Limits, RunDriver, RunParts
 from paceline.store.protocol import StoreError
 from paceline.system import new_nonce, system_clock
 
@@ -237,6 +239,7 @@ class World:
         self.job = JobSpec(name="job", roles=roles, budget=budget)
         self.fleet_more: dict[str, Any] = {}
         self.run_more: dict[str, Any] = {}
+        self.clock: Clock = system_clock()
 
     def execute(self, limits: Limits | None = None) -> RunResult:
         backend: BackendAdapter = self.cloud
@@ -250,7 +253,7 @@ class World:
                 secrets_of=lambda role: {},
                 ssh_pubkey_path=Path("key"),
                 scratch=self.out,
-                clock=system_clock(),
+                clock=self.clock,
                 nonce=new_nonce,
                 **self.fleet_more,
             )
@@ -259,12 +262,12 @@ class World:
             job=self.job,
             run_id="job-1",
             out=self.out,
-            clock=system_clock(),
+            clock=self.clock,
             rental=self.cloud,
             fleet=fleet,
             control=None,
             watcher=self.notes,
-            journal=Journal(self.out / "events.jsonl", clock=system_clock()),
+            journal=Journal(self.out / "events.jsonl", clock=self.clock),
             started_at="2026-01-01T00:00:00Z",
             redact=lambda text: text,
             limits=limits or Limits(),
@@ -462,3 +465,92 @@ def test_a_record_that_is_locked_for_a_while_ends_no_run(tmp_path: Path) -> None
     result = world.execute()
     assert (result.outcome, result.status) == (Outcome.SUCCEEDED, ExitStatus.OK)
     assert sum("is reckoned, not read" in line for line in world.notes.lines) == 1
+
+
+class TurnedClock:
+    """The real clock, on which time can pass at once, or be set wrong."""
+
+    def __init__(self) -> None:
+        self._real = system_clock()
+        self._passed_s = 0.0
+        self._set_by_s = 0.0
+
+    def time(self) -> float:
+        return self._real.time() + self._passed_s + self._set_by_s
+
+    def monotonic(self) -> float:
+        return self._real.monotonic() + self._passed_s
+
+    def sleep(self, seconds: float) -> None:
+        self._real.sleep(seconds)
+
+    def let_pass(self, seconds: float) -> None:
+        self._passed_s += seconds
+
+    def set_by(self, seconds: float) -> None:
+        self._set_by_s += seconds
+
+
+class Meter(World):
+    """A run of one machine at a dollar an hour, by a clock that is turned."""
+
+    def __init__(self, out: Path, *, budget: Budget) -> None:
+        super().__init__(out, TRAINER, budget=budget)
+        self.clock: TurnedClock = TurnedClock()
+        self.read = threading.Event()
+        since_s = self.clock.time()
+
+        def cost_usd(run_id: str) -> float:
+            self.read.set()
+            return max(0.0, self.clock.time() - since_s) / 3600
+
+        self.cloud.cost_usd = cost_usd  # type: ignore[method-assign]
+
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass, and the driver look at the money after it, twice."""
+        self.clock.let_pass(seconds)
+        for _ in range(2):
+            self.read.clear()
+            assert self.read.wait(20)
+            self.clock.let_pass(COST_EVERY_S)
+
+    def told_usd(self) -> float:
+        lines = (self.out / "events.jsonl").read_text().splitlines()
+        (end,) = [event for event in map(json.loads, lines) if event["event"] == "run.finished"]
+        return float(end["cost_usd"])
+
+
+def test_a_clock_that_is_set_back_makes_nothing_cheaper(tmp_path: Path) -> None:
+    """Half an hour, the clock an hour back, half an hour: a dollar, and it is said once."""
+    world = Meter(tmp_path, budget=Budget(soft_usd=0.9, hard_usd=5.0))
+
+    def trainer(label: str) -> int:
+        world.let_pass(1800)
+        world.clock.set_by(-3600)
+        world.let_pass(1800)
+        return 0
+
+    world.cloud.commands = {"trainer": trainer}
+    assert world.execute().status is ExitStatus.OK
+    assert world.told_usd() == pytest.approx(1.0, abs=0.03)
+    assert sum("clock was set back by 3" in line for line in world.notes.lines) == 1
+    assert sum("soft cap" in line for line in world.notes.lines) == 1
+
+
+@pytest.mark.parametrize(("hard_usd", "outcome"), [(5.0, "succeeded"), (0.8, "stopped")])
+def test_a_computer_that_slept_pays_and_tears_nothing_down(
+    tmp_path: Path, hard_usd: float, outcome: str
+) -> None:
+    """An hour that only the wall clock knows of is billed; only the hard cap ends a run for it."""
+    world = Meter(tmp_path, budget=Budget(soft_usd=0.5, hard_usd=hard_usd))
+
+    def trainer(label: str) -> int:
+        world.clock.set_by(3600)
+        world.let_pass(10)
+        return world.cloud.until_ended(label) if hard_usd < 1 else 0
+
+    world.cloud.commands = {"trainer": trainer}
+    result = world.execute()
+    assert world.told_usd() == pytest.approx(1.0, abs=0.03)
+    assert world.cloud.num_rented == 1
+    assert (result.outcome is Outcome.SUCCEEDED) == (outcome == "succeeded")

@@ -69,6 +69,9 @@ class Dialect:
     """Status, decoded body (None if it is not JSON), text -> what is wrong, or None."""
     intervals_s: Mapping[str, float] = field(default_factory=dict)
     """Lane -> least seconds between two calls in it; ALL_CALLS is for all of them."""
+    bursts: Mapping[str, int] = field(default_factory=dict)
+    """Lane -> how many calls may come at once after a rest, where a provider counts calls in a
+    window; 1 where it measures the time between two."""
     policy: RetryPolicy = _POLICY
     open_lanes: frozenset[str] = frozenset()
     """Lanes whose calls are answered without a key as well."""
@@ -77,24 +80,45 @@ class Dialect:
 
 
 class Pacer:
-    """Keeps calls to one account apart; shared by all its clients in this process."""
+    """Keeps calls to one account apart; shared by all its clients in this process.
+
+    A lane keeps when it will have rested enough for a whole burst; a call moves that on by one
+    interval, and may go out once it is at most a burst less one away.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_at_s: dict[str, float] = {}
+        self._rested_at_s: dict[str, float] = {}
+        self._held_until_s: dict[str, float] = {}
 
-    def reserve(self, intervals_s: Mapping[str, float], *, now_s: float) -> float:
+    def reserve(
+        self,
+        intervals_s: Mapping[str, float],
+        *,
+        now_s: float,
+        bursts: Mapping[str, int] | None = None,
+    ) -> float:
         """Return how long to wait before the next call in these lanes, and take that place."""
+        ahead_s = {
+            lane: interval_s * ((bursts or {}).get(lane, 1) - 1)
+            for lane, interval_s in intervals_s.items()
+        }
         with self._lock:
-            at_s = max([now_s, *(self._free_at_s.get(lane, now_s) for lane in intervals_s)])
+            for lane in intervals_s:
+                self._rested_at_s.setdefault(lane, now_s)
+                if lane in self._held_until_s:
+                    held_s = self._held_until_s.pop(lane) + ahead_s[lane]
+                    self._rested_at_s[lane] = max(self._rested_at_s[lane], held_s)
+            free_s = [self._rested_at_s[lane] - ahead_s[lane] for lane in intervals_s]
+            at_s = max(now_s, *free_s)
             for lane, interval_s in intervals_s.items():
-                self._free_at_s[lane] = at_s + interval_s
+                self._rested_at_s[lane] = max(at_s, self._rested_at_s[lane]) + interval_s
             return at_s - now_s
 
     def hold(self, lane: str, *, until_s: float) -> None:
-        """Let nothing through a lane before ``until_s``."""
+        """Let nothing through a lane before ``until_s``, and no burst right after it."""
         with self._lock:
-            self._free_at_s[lane] = max(until_s, self._free_at_s.get(lane, until_s))
+            self._held_until_s[lane] = max(until_s, self._held_until_s.get(lane, until_s))
 
 
 class Pacers:
@@ -267,7 +291,7 @@ class HttpApi:
         intervals_s = self._dialect.intervals_s
         lanes = {lane: intervals_s.get(lane, 0.0) for lane in (ALL_CALLS, request.lane)}
         now_s = self._parts.clock.monotonic()
-        wait_s = self._pacer.reserve(lanes, now_s=now_s)
+        wait_s = self._pacer.reserve(lanes, now_s=now_s, bursts=self._dialect.bursts)
         if now_s + wait_s > deadline_s:
             raise RateLimitError(
                 f"{self._dialect.backend}: {request.what}: the provider's pace leaves no room "

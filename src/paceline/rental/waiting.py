@@ -6,6 +6,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
 from paceline.rental.errors import (
+    AbsentError,
     AuthError,
     BackendError,
     BootFailedError,
@@ -31,7 +32,7 @@ def wait_running(
     timeout_s: float,
     what: str = "the machine",
     interval_s: float = 5.0,
-    probe: Callable[[], None] | None = None,
+    probe: Callable[[InstanceStatus], None] | None = None,
 ) -> None:
     """Ask ``status`` until it says running, and then ``probe`` until it does not raise.
 
@@ -41,8 +42,8 @@ def wait_running(
         timeout_s: for both together.
         what: the machine, in an error.
         interval_s: between two questions, once it has taken a while.
-        probe: reaches the machine itself, such as ``NetworkRemote.probe``: what a provider calls
-            running need not answer.
+        probe: reaches the machine itself, at the address that its status has, such as
+            ``Reach.probe``: what a provider calls running need not answer.
 
     Raises:
         DeadlineExceededError: it did not within ``timeout_s``; says what was in the way last.
@@ -92,53 +93,37 @@ def wait_gone(
     clock: Clock,
     timeout_s: float,
     what: str,
+    looks_first: bool = False,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
-    Return whether there was anything to destroy. ``destroy`` is given what ``status`` said last,
-    None if it never answered: some machines are on their way out already. It may raise
+    The order comes first: a look before it would only cost a place in the provider's pace. With
+    ``looks_first`` it comes second, for providers that refuse to end what is on its way out, and
+    ``destroy`` is given what ``status`` said last, None if it has not answered. It may raise
     AbsentError, which alone proves nothing: some providers do not know their newest machines.
+    Return whether there was anything to destroy.
 
     Raises:
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
         AuthError: the key was refused.
     """
-    said = "no answer"
-    seen: InstanceStatus | None = None
-    num_orders = 0
-
-    def is_gone() -> bool:
-        nonlocal said, seen
-        try:
-            seen = status()
-        except InstanceNotFoundError:
-            return True
-        except BackendError as exc:
-            said = _unless_auth(exc)
-            return False
-        state = InstanceState.parse(seen.state)
-        said = f"state {state}"
-        return state is InstanceState.DESTROYED
-
-    def is_gone_or_told() -> bool:
-        nonlocal said, num_orders
-        if is_gone():
-            return True
-        num_orders += 1
-        try:
-            destroy(seen)
-        except BackendError as exc:
-            said = _unless_auth(exc)
-        return is_gone()
-
+    leaving = _Leaving(status=status, destroy=destroy)
+    ready = leaving.is_gone_or_told if looks_first else leaving.is_gone_when_told
     try:
-        wait_until(is_gone_or_told, what=what, clock=clock, timeout_s=timeout_s, interval_s=_POLL_S)
+        wait_until(
+            ready,
+            what=what,
+            clock=clock,
+            timeout_s=timeout_s,
+            interval_s=_POLL_S,
+            first_interval_s=_FIRST_POLL_S,
+        )
     except DeadlineExceededError as exc:
         raise NotProvenGoneError(
             f"{what} was told to go and not seen gone within {timeout_s:g} s, so it may bill: "
-            f"{said}; tear down again, or look at the provider's console"
+            f"{leaving.said}; tear down again, or look at the provider's console"
         ) from exc
-    return num_orders > 0
+    return leaving.was_there
 
 
 def _unless_auth(failure: BackendError) -> str:
@@ -153,7 +138,7 @@ class _Wait:
         self,
         *,
         status: Callable[[], InstanceStatus],
-        probe: Callable[[], None] | None,
+        probe: Callable[[InstanceStatus], None] | None,
         clock: Clock,
         what: str,
     ) -> None:
@@ -165,19 +150,20 @@ class _Wait:
         self._denied_s: float | None = None
 
     def is_usable(self) -> bool:
-        state = InstanceState.parse(self._status().state)
+        status = self._status()
+        state = InstanceState.parse(status.state)
         if state is InstanceState.DESTROYED:
             raise InstanceNotFoundError(
                 f"{self._what} went away while it was expected to start; rent another"
             )
         self.obstacle = f"its backend says {state}"
-        return state is InstanceState.RUNNING and self._answers()
+        return state is InstanceState.RUNNING and self._answers(status)
 
-    def _answers(self) -> bool:
+    def _answers(self, status: InstanceStatus) -> bool:
         if self._probe is None:
             return True
         try:
-            self._probe()
+            self._probe(status)
         except SshDeniedError as exc:
             now_s = self._clock.monotonic()
             self._denied_s = now_s if self._denied_s is None else self._denied_s
@@ -190,3 +176,48 @@ class _Wait:
         else:
             return True
         return False
+
+
+class _Leaving:
+    """A machine on its way out, and what was said of it last."""
+
+    def __init__(
+        self,
+        *,
+        status: Callable[[], InstanceStatus],
+        destroy: Callable[[InstanceStatus | None], None],
+    ) -> None:
+        self.said = "no answer"
+        self.was_there = False
+        self._status = status
+        self._destroy = destroy
+        self._seen: InstanceStatus | None = None
+
+    def is_gone_or_told(self) -> bool:
+        """Look, and give the order only to what is there."""
+        return self._is_gone() or self.is_gone_when_told()
+
+    def is_gone_when_told(self) -> bool:
+        """Give the order and look."""
+        try:
+            self._destroy(self._seen)
+        except AbsentError as exc:
+            self.said = str(exc)
+        except BackendError as exc:
+            self.said = _unless_auth(exc)
+            self.was_there = True
+        else:
+            self.was_there = True
+        return self._is_gone()
+
+    def _is_gone(self) -> bool:
+        try:
+            self._seen = self._status()
+        except InstanceNotFoundError:
+            return True
+        except BackendError as exc:
+            self.said = _unless_auth(exc)
+            return False
+        state = InstanceState.parse(self._seen.state)
+        self.said = f"state {state}"
+        return state is InstanceState.DESTROYED

@@ -151,7 +151,12 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
                 "PACELINE_STATE_DIR elsewhere"
             ) from exc
         backend.sync_to(handle, here, guest.run_id)
-    _must(backend, handle, f"sh {guest.path('kit', 'prepare.sh')}", {}, PREPARE_TIMEOUT_S)
+    prepare = f"sh {guest.path('kit', 'prepare.sh')}"
+    mark = f": > {guest.path('state', 'ready')}"
+    if kit.wheel is None and role.setup is None:
+        _must(backend, handle, f"{prepare} && {mark}", {}, PREPARE_TIMEOUT_S)
+        return
+    _must(backend, handle, prepare, {}, PREPARE_TIMEOUT_S)
     if kit.wheel is not None:
         backend.sync_to(handle, kit.wheel, guest.path("wheel/"))
         install = f"exec sh {guest.path('kit', 'install.sh')}"
@@ -159,7 +164,7 @@ def bootstrap(backend: BackendAdapter, handle: InstanceHandle, *, guest: Guest, 
     if role.setup is not None:
         setup = f"exec sh {guest.path('kit', 'setup.sh')}"
         _must(backend, handle, setup, kit.env, role.setup_timeout_s)
-    _must(backend, handle, f": > {guest.path('state', 'ready')}", {}, PREPARE_TIMEOUT_S)
+    _must(backend, handle, mark, {}, PREPARE_TIMEOUT_S)
 
 
 def write_kit(kit: Path, *, guest: Guest, role: RoleSpec, secrets: Mapping[str, str]) -> None:

@@ -433,6 +433,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 chance=system.chance,
                 puller=puller,
                 beats=heart,
+                ticking=rental,
                 live=services.run_dir(run_id) / LIVE_NAME,
             )
         ).execute()

@@ -26,6 +26,7 @@ TOLD: Final = frozenset(
         "budget.soft",
         "budget.hard",
         "machine.lost",
+        "machine.stray",
         "role.crash_loop",
         "watcher.lost",
         "run.finished",

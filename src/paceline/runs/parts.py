@@ -13,6 +13,7 @@ from paceline.runs.model import JobSpec
 from paceline.runs.plan import Finish, SlotView
 from paceline.runs.pulling import Puller
 from paceline.runs.queries import RunView
+from paceline.runs.rounds import Ticking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +84,7 @@ class RunParts:
     puller: Puller | None = None
     """Brings checkpoints here, or to an object store, while the run lasts."""
     beats: Beats = field(default_factory=NoBeats)
+    ticking: Ticking | None = None
+    """Compares the record with what the providers say while the run lasts."""
     live: Path | None = None
     """Where the present state is written for whoever asks."""

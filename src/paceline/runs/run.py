@@ -37,6 +37,7 @@ from paceline.runs.plan import (
 )
 from paceline.runs.queries import engines_at_end
 from paceline.runs.report import RunFacts
+from paceline.runs.rounds import Rounds
 from paceline.runs.signals import Signals
 from paceline.store.protocol import StoreError
 
@@ -44,6 +45,8 @@ __all__ = ["Limits", "RunDriver", "RunParts", "Watcher"]
 
 TICK_S = 0.25
 COST_EVERY_S = 5.0
+CLOCK_SLACK_S = 2.0
+"""What a clock may be set back by without being noticed."""
 LIVE_EVERY_S = 1.0
 STOPPED = frozenset({0, 130, 143})
 """How a role ends that was asked to: by itself, or by SIGINT or SIGTERM."""
@@ -70,10 +73,21 @@ class RunDriver:
             model_name=None if parts.job.refit is None else parts.job.refit.model,
             note=self.note,
         )
+        self._rounds = None
+        if parts.ticking is not None:
+            self._rounds = Rounds(
+                parts.ticking,
+                run_id=parts.run_id,
+                clock=parts.clock,
+                note=self.note,
+                record=parts.journal.record,
+            )
         self._cost_usd = 0.0
         self._burn_dph = 0.0
         self._cost_due_s = 0.0
         self._cost_read_s = parts.clock.monotonic()
+        self._cost_read_at = parts.clock.time()
+        self._is_clock_back = False
         self._is_cost_guessed = False
         self._live_due_s = 0.0
         self._is_ending = False
@@ -308,6 +322,8 @@ class RunDriver:
             self._cost_due_s = now_s + COST_EVERY_S
             self._poll_cost()
         self._parts.beats.poll()
+        if self._rounds is not None:
+            self._rounds.poll()
         if now_s >= self._live_due_s:
             self._live_due_s = now_s + LIVE_EVERY_S
             self._write_live()
@@ -326,19 +342,38 @@ class RunDriver:
         )
 
     def _read_cost(self) -> None:
-        """Read what was spent; while the record cannot be read, reckon with what was burning."""
+        """Read what was spent; where that cannot be right, reckon with what was burning.
+
+        It cannot while the record cannot be read, nor once the computer's clock was set back: by
+        it machines cost nothing again until it is where it was.
+        """
         rental, run_id = self._parts.rental, self._parts.run_id
         now_s = self._parts.clock.monotonic()
         since_s, self._cost_read_s = now_s - self._cost_read_s, now_s
+        reckoned_usd = self._cost_usd + self._burn_dph * since_s / 3600
+        self._watch_clock(since_s)
         try:
-            self._cost_usd = rental.cost_usd(run_id)
+            read_usd = rental.cost_usd(run_id)
+            self._cost_usd = max(read_usd, reckoned_usd) if self._is_clock_back else read_usd
             self._burn_dph = sum(machine.offer.dph for machine in rental.machines(run_id))
             self._is_cost_guessed = False
         except StoreError as exc:
-            self._cost_usd += self._burn_dph * since_s / 3600
+            self._cost_usd = reckoned_usd
             if not self._is_cost_guessed:
                 self.note(f"what this run costs is reckoned, not read: {exc}")
             self._is_cost_guessed = True
+
+    def _watch_clock(self, since_s: float) -> None:
+        """Notice that the clock was set back. Ahead is no fault: a computer that slept wakes so."""
+        time_s = self._parts.clock.time()
+        back_s = since_s - (time_s - self._cost_read_at)
+        self._cost_read_at = time_s
+        if back_s > CLOCK_SLACK_S:
+            self._is_clock_back = True
+            self.note(
+                f"this computer's clock was set back by {back_s:.0f} s; from here on what this run "
+                "costs is reckoned by how long it has lasted"
+            )
 
     def _poll_pulls(self) -> None:
         if self._parts.puller is not None:

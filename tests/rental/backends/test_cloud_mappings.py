@@ -252,6 +252,7 @@ def test_a_newborn_pod_is_not_gone() -> None:
     """RunPod may not know a pod for some seconds; old ones that it does not know are gone."""
     young = InstanceHandle("runpod", "k3x9q1v7ab", "a", _NOW_S - 5)
     assert runpod.status_of(None, young, now_s=_NOW_S).state == "loading"
+    assert runpod.status_of(None, young, now_s=_NOW_S, was_ended=True).state == "destroyed"
     old = InstanceHandle("runpod", "k3x9q1v7ab", "a", _NOW_S - 60)
     assert runpod.status_of(None, old, now_s=_NOW_S).state == "destroyed"
 

@@ -153,6 +153,16 @@ class SupportsListingLag(Protocol):
 
 
 @runtime_checkable
+class SupportsSeenGone(Protocol):
+    """A backend that reads after its order to destroy, and does not return before that says gone.
+
+    It raises NotProvenGoneError where it cannot. Elsewhere whoever ends a machine reads itself.
+    """
+
+    sees_gone: bool
+
+
+@runtime_checkable
 class SupportsStop(Protocol):
     """A backend whose machines can be halted and started again with their disk."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
-from paceline.rental.backends.protocol import SupportsListing, SupportsResidue
+from paceline.rental.backends.protocol import SupportsListing, SupportsResidue, SupportsSeenGone
 from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import POLL_S, RentalParts, not_proven_gone
 from paceline.rental.errors import (
@@ -24,6 +24,8 @@ from paceline.store.protocol import StoreError
 _GONE_TIMEOUT_S = 120.0
 _ORDER_EVERY_S = 20.0
 """An order that was answered and not followed is given again."""
+
+_TOLD = "told to go"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,10 @@ class Ender:
             # GONE follows from every state, so it does not matter whether this was written.
             with suppress(StoreError):
                 found = self._parts.ledger.move(found, MachineState.ENDING)
-        self._see_gone(found, said=self._order(found))
+        said = self._order(found)
+        sees_gone = isinstance(self._parts.backend(found.backend), SupportsSeenGone)
+        if said != _TOLD or not sees_gone:
+            self._see_gone(found, said=said)
         proof = self._proof(found, is_thorough=is_thorough)
         try:
             self._parts.end(found)
@@ -99,7 +104,7 @@ class Ender:
             raise not_proven_gone(machine, str(exc)) from exc
         except BackendError as exc:
             return str(exc)
-        return "told to go"
+        return _TOLD
 
     def _find(self, machine: Machine | str) -> Machine:
         """Return the record of a machine; if none can be read, the machine as it was handed in."""

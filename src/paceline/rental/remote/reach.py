@@ -61,24 +61,30 @@ class Reach:
         now_s = self._clock.monotonic()
         if kept is not None and now_s < kept[2]:
             return kept[:2]
+        return self._kept_at(h, self._status(h))
+
+    def _kept_at(
+        self, h: InstanceHandle, status: InstanceStatus
+    ) -> tuple[NetworkRemote, SshTarget]:
         target = ssh_target(
             h,
-            self._status(h),
+            status,
             identity=self._identity if self._identity.exists() else None,
             known_hosts=self._known_hosts(h.backend, h.instance_id),
         )
         remote = self._connect(target, h.instance_id)
         with self._lock:
-            self._kept[h.instance_id] = (remote, target, now_s + _KEEP_S)
+            until_s = self._clock.monotonic() + _KEEP_S
+            self._kept[h.instance_id] = (remote, target, until_s)
         return remote, target
 
-    def probe(self, h: InstanceHandle) -> None:
-        """Return once the machine's shell answers; one try, at the address it has now.
+    def probe(self, h: InstanceHandle, status: InstanceStatus) -> None:
+        """Return once the machine's shell answers; one try, at the address that ``status`` has.
 
         Raises as ``remote`` and as a remote's own probe.
         """
         self.drop(h)
-        self.remote(h).probe()
+        self._kept_at(h, status)[0].probe()
 
     def drop(self, h: InstanceHandle) -> None:
         """Forget the machine's address and close the connection to it."""

@@ -303,7 +303,7 @@ class FakeCloud(ABC):
                 self.faults.arm(self.create_faults.pop(0))
         if self.faults.strikes("lost-request"):
             return Reply(is_lost=True)
-        if self.faults.strikes("rate-limit") or self._is_too_soon(request):
+        if self.faults.strikes("rate-limit") or self.is_too_soon(request):
             self.num_rate_limited += 1
             return self.too_many(request)
         if self.faults.strikes("server-error"):
@@ -324,7 +324,8 @@ class FakeCloud(ABC):
             return Reply(status=reply.status, body=reply.body, is_slow=True)
         return reply
 
-    def _is_too_soon(self, request: Request) -> bool:
+    def is_too_soon(self, request: Request) -> bool:
+        """Return whether a call comes before the provider allows the next."""
         pace = self.pace_of(request) if self.enforces_pace else None
         if pace is None:
             return False

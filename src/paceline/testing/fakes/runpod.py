@@ -51,7 +51,7 @@ class FakeRunpod(FakeCloud):
         super().__init__(**options)  # type: ignore[arg-type]  # the options of FakeCloud
         self.account_keys: list[str] = []
         self._num_pods = 0
-        self._minute: tuple[int, int] = (0, 0)
+        self._in_minute: list[float] = []
 
     def plant(self, *, label: str) -> str:
         """Have a pod that somebody made in the console."""
@@ -75,14 +75,19 @@ class FakeRunpod(FakeCloud):
         """Answer 500."""
         return _problem(500, "Internal Server Error", "something went wrong")
 
-    def pace_of(self, request: Request) -> tuple[str, float] | None:
-        """Return one second between calls: sixty a minute."""
-        return "all", 60 / _LIMIT_PER_MINUTE
+    def is_too_soon(self, request: Request) -> bool:
+        """Return whether sixty calls came within the last minute."""
+        now_s = self.clock.monotonic()
+        self._in_minute = [at_s for at_s in self._in_minute if now_s - at_s < 60]
+        if self.enforces_pace and len(self._in_minute) >= _LIMIT_PER_MINUTE:
+            return True
+        self._in_minute.append(now_s)
+        return False
 
     def route(self, request: Request) -> Reply:
         """Find who answers a path, and say how much of the limit is left."""
         reply = self._route(request)
-        left = self._left_of_minute()
+        left = max(0, _LIMIT_PER_MINUTE - len(self._in_minute))
         headers = {
             "RateLimit": f'"minute";r={left};t={60 - int(self.now_s()) % 60}',
             "RateLimit-Policy": '"minute";q=60;w=60, "hour";q=3000;w=3600, "day";q=50000;w=86400',
@@ -126,12 +131,6 @@ class FakeRunpod(FakeCloud):
         """Return what each pod knows of itself."""
         key = _pod_key(rental.instance_id)
         return {"RUNPOD_POD_ID": rental.instance_id, "RUNPOD_API_KEY": key}
-
-    def _left_of_minute(self) -> int:
-        minute, used = self._minute
-        now = int(self.now_s() // 60)
-        self._minute = (now, used + 1 if minute == now else 1)
-        return max(0, _LIMIT_PER_MINUTE - self._minute[1])
 
     def _catalogue(self, request: Request) -> Reply:
         query = request.query

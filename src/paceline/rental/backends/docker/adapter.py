@@ -101,7 +101,7 @@ class DockerBackend:
             timeout_s=timeout_s,
             what=f"local-docker machine {h.label}",
             interval_s=0.5,
-            probe=lambda: self._remote(h).probe(),
+            probe=lambda _: self._remote(h).probe(),
         )
 
     def sync_to(

@@ -41,6 +41,7 @@ class LambdaBackend:
     name = mapping.BACKEND
     listing_lag_s = 60.0
     """None was measured; this is on the safe side."""
+    sees_gone = True
 
     def __init__(self, config: LambdaConfig | None = None, *, parts: Parts | None = None) -> None:
         self._parts = parts or default_parts()
@@ -85,7 +86,7 @@ class LambdaBackend:
             clock=self._clock,
             timeout_s=timeout_s,
             what=what,
-            probe=lambda: self._reach.probe(h),
+            probe=lambda status: self._reach.probe(h, status),
         )
 
     def sync_to(
@@ -151,6 +152,7 @@ class LambdaBackend:
         was_there = waiting.wait_gone(
             lambda: self.status(h),
             destroy=destroy,
+            looks_first=True,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"lambda machine {h.instance_id}",

@@ -48,6 +48,7 @@ class NebiusBackend:
     name = mapping.BACKEND
     listing_lag_s = 60.0
     """None was measured; this is on the safe side."""
+    sees_gone = True
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class NebiusBackend:
             clock=self._clock,
             timeout_s=timeout_s,
             what=what,
-            probe=lambda: self._reach.probe(h),
+            probe=lambda status: self._reach.probe(h, status),
         )
 
     def sync_to(
@@ -182,6 +183,7 @@ class NebiusBackend:
         was_there = waiting.wait_gone(
             lambda: self.status(h),
             destroy=destroy,
+            looks_first=True,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"nebius machine {h.instance_id}",

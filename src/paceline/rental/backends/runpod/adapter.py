@@ -43,12 +43,14 @@ class RunpodBackend:
     name = mapping.BACKEND
     listing_lag_s = 60.0
     """Seconds were seen; this is on the safe side."""
+    sees_gone = True
 
     def __init__(self, config: RunpodConfig | None = None, *, parts: Parts | None = None) -> None:
         self._parts = parts or default_parts()
         self._config = config or RunpodConfig.from_environ(self._parts.environ)
         self._client = RunpodClient(self._config, key=self._key, parts=self._parts.http)
         self._clock = self._parts.clock
+        self._ended: set[str] = set()
         self._reach = Reach(
             status=self.status,
             connect=self._parts.ssh_remote,
@@ -97,7 +99,7 @@ class RunpodBackend:
             clock=self._clock,
             timeout_s=timeout_s,
             what=what,
-            probe=lambda: self._reach.probe(h),
+            probe=lambda status: self._reach.probe(h, status),
         )
 
     def sync_to(
@@ -145,14 +147,20 @@ class RunpodBackend:
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once; one that was created seconds ago and is not known yet is loading."""
         row = self._client.pod(h.instance_id)
-        return mapping.status_of(row, h, now_s=self._clock.time(), ssh_user=self._config.ssh_user)
+        return mapping.status_of(
+            row,
+            h,
+            now_s=self._clock.time(),
+            ssh_user=self._config.ssh_user,
+            was_ended=h.instance_id in self._ended,
+        )
 
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Terminate and see it gone; ``force`` makes no difference here."""
         self._reach.forget(h)
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=lambda _: self._client.delete(h.instance_id),
+            destroy=lambda _: self._destroy(h),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"runpod pod {h.instance_id}",
@@ -215,6 +223,10 @@ class RunpodBackend:
     def _key(self) -> str | None:
         found = find_key(self._parts.environ)
         return None if found is None else found.key
+
+    def _destroy(self, h: InstanceHandle) -> None:
+        self._client.delete(h.instance_id)
+        self._ended.add(h.instance_id)
 
     def _act(self, h: InstanceHandle, action: str, *wanted: InstanceState) -> None:
         """Move a pod; one that is there already was refused with a conflict, and is fine."""

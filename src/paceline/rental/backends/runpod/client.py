@@ -10,6 +10,11 @@ from paceline.rental.httpapi import ALL_CALLS, Dialect, Effect, HttpApi, HttpPar
 
 _BALANCE_QUERY = "query { myself { id clientBalance currentSpendPerHr } }"
 
+_BURST = 12
+_INTERVAL_S = 1.3
+"""60 requests a minute and 3000 an hour for the whole account, counted in windows: 12 at once
+and 46 after them keep to the one, 2770 to the other."""
+
 
 class RunpodClient:
     """One account on RunPod."""
@@ -17,8 +22,12 @@ class RunpodClient:
     def __init__(
         self, config: RunpodConfig, *, key: Callable[[], str | None], parts: HttpParts
     ) -> None:
-        # 60 requests a minute for the whole account
-        dialect = Dialect(backend="runpod", judge=mapping.judge, intervals_s={ALL_CALLS: 1.0})
+        dialect = Dialect(
+            backend="runpod",
+            judge=mapping.judge,
+            intervals_s={ALL_CALLS: _INTERVAL_S},
+            bursts={ALL_CALLS: _BURST},
+        )
         self._api = HttpApi(dialect, base_url=config.api_url, key=key, parts=parts)
 
     def gpus(self, *, cloud: str, count: int) -> list[Mapping[str, object]]:

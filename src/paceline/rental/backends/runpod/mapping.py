@@ -249,14 +249,21 @@ def handle_of(row: Mapping[str, object], *, now_s: float) -> InstanceHandle | No
 
 
 def status_of(
-    row: Mapping[str, object] | None, h: InstanceHandle, *, now_s: float, ssh_user: str = "root"
+    row: Mapping[str, object] | None,
+    h: InstanceHandle,
+    *,
+    now_s: float,
+    ssh_user: str = "root",
+    was_ended: bool = False,
 ) -> InstanceStatus:
     """Return the status of a pod as the provider tells it.
 
-    None is a pod that is gone, unless it is so young that the provider may not know it yet.
+    None is a pod that is gone, unless it is so young that the provider may not know it yet;
+    ``was_ended`` says that it knew the pod when it took our order to terminate it.
     """
     if row is None:
-        is_newborn = is_instance_id(h.instance_id) and abs(now_s - h.created_at) < NEWBORN_S
+        is_young = abs(now_s - h.created_at) < NEWBORN_S and not was_ended
+        is_newborn = is_instance_id(h.instance_id) and is_young
         state = InstanceState.LOADING if is_newborn else InstanceState.DESTROYED
         return InstanceStatus(state.value, "", 0, None, None, {})
     state = _STATES.get(text_at(row, "status").upper(), InstanceState.UNKNOWN)

@@ -125,7 +125,7 @@ class SshBackend:
             clock=self._parts.clock,
             timeout_s=timeout_s,
             what=f"ssh machine {h.instance_id}",
-            probe=lambda: self._remote(h).probe(),
+            probe=lambda _: self._remote(h).probe(),
         )
 
     def sync_to(

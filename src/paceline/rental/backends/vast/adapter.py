@@ -44,6 +44,7 @@ class VastBackend:
     name = mapping.BACKEND
     listing_lag_s = 60.0
     """None was measured; a lost create has been found at once, so this is on the safe side."""
+    sees_gone = True
 
     def __init__(self, config: VastConfig | None = None, *, parts: Parts | None = None) -> None:
         self._parts = parts or default_parts()
@@ -109,7 +110,7 @@ class VastBackend:
             clock=self._clock,
             timeout_s=timeout_s,
             what=what,
-            probe=lambda: self._reach.probe(h),
+            probe=lambda status: self._reach.probe(h, status),
         )
 
     def sync_to(
