@@ -112,9 +112,13 @@ def cloud(operator: Operator, tmp_path: Path) -> Iterator[FakeCloud]:
     cloud.close()
 
 
+OF_UP = [point for point in POINTS if not point.startswith("update-")]
+"""The others are an engine's, and tried in test_serve_killed.py."""
+
+
 def points(*daily: str) -> list[Any]:
     """Return all points, of which some are tried at every turn and all at night."""
-    rest = [point for point in POINTS if point not in daily]
+    rest = [point for point in OF_UP if point not in daily]
     return [*daily, *(pytest.param(point, marks=pytest.mark.slow) for point in rest)]
 
 
@@ -130,7 +134,7 @@ def test_the_next_call_adopts_everything(world: World, point: str) -> None:
     world.check_next_call_adopts(point)
 
 
-BILLED = [point for point in POINTS if point != "intent-written"]
+BILLED = [point for point in OF_UP if point != "intent-written"]
 """There nobody knows for a minute whether a machine bills: providers list them late."""
 
 

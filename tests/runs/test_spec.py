@@ -106,7 +106,7 @@ artifacts: {pull: [checkpoints/, ../x]}
         "job.yaml:1: name: name must be",
         "job.yaml:2: budgt: unknown key; did you mean 'budget'?",
         "job.yaml:3: refit.max_staleness: ",
-        "job.yaml:3: refit.payload: expected 'XOR_DELTA', 'FULL_TENSOR' or 'FULL_HF_CHECKPOINT', got 'XOR'",
+        "job.yaml:3: refit.payload: expected 'XOR_DELTA', 'FULL_TENSOR' or 'FULL_HF_CHECK",
         "job.yaml:6: roles.trainer.backend: unknown backend 'locl'; did you mean 'local'?",
         "job.yaml:7: roles.trainer.gpu: 'a100-1x' ",
         "job.yaml:8: roles.trainer.count: expected a whole number, got 'four'",
