@@ -1,6 +1,7 @@
 """The receiver against the real ledger and the memory transport, on a clock that jumps."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from paceline.core.retry import RetryPolicy
+from paceline.core.waiting import wait_until
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.errors import ControlUnavailableError, FetchError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState
@@ -499,6 +501,15 @@ def test_an_engine_without_room_serves_on_and_says_what_to_free(small_disk: Path
     world.settle()
     world.assert_serves(0)
     filler = small_disk / "filler"
+    wait_until(
+        lambda: (
+            os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize == SMALL_DISK_BYTES
+        ),
+        what="the payload before to be let go, also by reads that came too late",
+        clock=system_clock(),
+        timeout_s=20,
+        interval_s=0.01,
+    )
     filler.write_bytes(bytes(SMALL_DISK_BYTES))
     world.trainer.publish_full("v1", 1, STATES[1])
     world.settle()
