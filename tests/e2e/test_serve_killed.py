@@ -21,13 +21,10 @@ pytestmark = pytest.mark.e2e
 TIMEOUT_S = 90.0
 PROMPT = [10, 11, 12]
 TOKENS = 12
+LATER = ("labelled", "fetched", "staged", "written", "proven")
 STAGES = (
     "update-in-write",
-    "update-labelled:2",
-    *(
-        pytest.param(stage, marks=pytest.mark.slow)
-        for stage in ("update-fetched:2", "update-staged:2", "update-written:2", "update-proven:2")
-    ),
+    *(pytest.param(f"update-{stage}:2", marks=pytest.mark.slow) for stage in LATER),
 )
 """Of the second update: the first brings whole tensors, which are not written by steps."""
 

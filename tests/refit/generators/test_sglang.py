@@ -195,7 +195,7 @@ class TestGenerate:
         """A sample that crosses an update says where, and was computed on with the new weights."""
         engine.at_safe_point(nothing, installed=V1, timeout_s=5)
         future = engine.submit([1], Sampling(max_tokens=100, ignore_eos=True))
-        wait_for(lambda: server.num_running == 1)
+        wait_for(lambda: server.num_tokens > 0)
         engine.at_safe_point(flip(engine), installed=V2, timeout_s=5)
         spans = future.result(30).choices[0].spans
         assert [span.installed for span in spans] == [V1, V2]

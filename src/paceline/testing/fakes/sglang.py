@@ -83,6 +83,7 @@ class FakeSglang:
         """Route -> how its next calls go wrong: refuse, flush_refused, half, lost."""
         self.tells_spans = True
         self._running: dict[str, bool] = {}
+        self.num_tokens = 0
         self._is_paused = False
 
     def close(self) -> None:
@@ -188,6 +189,7 @@ class FakeSglang:
                 await asyncio.sleep(TOKEN_S)  # noqa: TID251 - a server of its own, on its own time
                 if not self._is_paused:
                     tokens.append(self._next_token(body["input_ids"], tokens, params))
+                    self.num_tokens += 1
                     versions.append(self.weight_version)
             is_whole = self._running[rid]
         finally:
