@@ -16,7 +16,7 @@ from paceline.refit.compose.data import (
     data_plane,
     open_reader,
 )
-from paceline.refit.compose.following import board_of, open_control
+from paceline.refit.compose.following import open_control, replica_board_of
 from paceline.refit.compose.supply import open_supply, with_run_tls
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
@@ -243,7 +243,7 @@ def receiver_for(
         supply = open_supply(
             credentials,
             plane,
-            board=board_of(config.control, control),
+            board=replica_board_of(config.control, control),
             worker_id=name,
             parts=parts,
         )

@@ -29,6 +29,6 @@ def open_control(
     )
 
 
-def board_of(address: str, control: ControlPlane) -> ReplicaBoard | None:
+def replica_board_of(address: str, control: ControlPlane) -> ReplicaBoard | None:
     """Return where receivers tell each other what they have; a bucket is no such place."""
     return None if is_bucket(address) else cast(ControlClient, control)

@@ -9,7 +9,7 @@ from paceline import system
 from paceline.core.registry import load_entry
 from paceline.refit.compose.control import load_credentials
 from paceline.refit.compose.data import data_plane, open_reader
-from paceline.refit.compose.following import board_of, open_control
+from paceline.refit.compose.following import open_control, replica_board_of
 from paceline.refit.compose.supply import open_supply, with_run_tls
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import ControlUnavailableError
@@ -45,7 +45,11 @@ def open_link(config: LinkConfig) -> "RunLink":
         reader = open_reader(plane, token=lambda: credentials.data_token, name=f"{name}-sink")
         parts.callback(reader.close)
         supply = open_supply(
-            credentials, plane, board=board_of(config.control, control), worker_id=name, parts=parts
+            credentials,
+            plane,
+            board=replica_board_of(config.control, control),
+            worker_id=name,
+            parts=parts,
         )
         link = RunLink(config, control=control, reader=reader, supply=supply, parts=parts.pop_all())
     link.register()
