@@ -16,6 +16,7 @@ from paceline.refit.model import TensorBuffer
 from paceline.refit.plan.sources import ReadPolicy
 from paceline.refit.receiver.install import Supply
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
+from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.spread import Spread, SpreadOptions
 from paceline.refit.receiver.swarm import Swarm, SwarmOptions
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
@@ -200,6 +201,29 @@ def test_the_trainer_sends_about_one_payload_to_six() -> None:
     world.stop()
     assert world.bytes_from("trainer") <= 2 * PAYLOAD
     assert len({node.engine.installed() for node in world.nodes.values()}) == 1
+    assert world.refusals() == []
+
+
+def test_what_is_told_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch is over when its last chunk is served on, not when it has come."""
+    accept = PayloadBuffer.accept
+
+    def accept_slowly(payload: PayloadBuffer, number: int, data: memoryview) -> bool:
+        is_first = accept(payload, number, data)
+        system_clock().sleep(0.1)
+        return is_first
+
+    monkeypatch.setattr(PayloadBuffer, "accept", accept_slowly)
+    world = World()
+    world.add("bridge")
+    world.add("island")
+    world.cannot_reach.add(("island", "trainer"))
+    world.start("bridge")
+    world.trainer.publish_full("v0", 0, STATE)
+    world.wait("bridge")
+    world.start("island")
+    world.wait()
+    world.stop()
     assert world.refusals() == []
 
 

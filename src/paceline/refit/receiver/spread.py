@@ -193,6 +193,8 @@ class _Run:
         self._records: dict[str, TransferRecord] = {}
         self._progressed_s = self._clock.monotonic()
         self._given_up: frozenset[str] = frozenset()
+        self._taken_in = payload.have
+        """A read tells of its chunk some time after the chunk is here."""
         self.landed = 0
         """Reads from far away that went well: there is room for one more for each."""
         self._pool = ThreadPoolExecutor(options.policy.reads_max, thread_name_prefix="fetch")
@@ -201,7 +203,7 @@ class _Run:
         """Return when every chunk is here. Raises as Spread.fetch does."""
         try:
             self._forgive_if_alone()
-            while not self._payload.is_complete:
+            while not (self._payload.is_complete and self._is_taken_in()):
                 state = self._look()
                 self._give_up(overdue_members(state))
                 read = choose_read(state)
@@ -214,6 +216,10 @@ class _Run:
                     self._start(read)
         finally:
             self._end()
+
+    def _is_taken_in(self) -> bool:
+        """Say whether every chunk that is here was offered to the others, or could not be."""
+        return self._taken_in == self._payload.have
 
     def _forgive_if_alone(self) -> None:
         """Try whoever failed or lied before, if there is nobody else: every byte is proven."""
@@ -380,6 +386,7 @@ class _Run:
         if flight.is_first:
             self._progressed_s = now_s
             self._membership.offer(flight.read.chunk)
+            self._taken_in |= 1 << flight.read.chunk
             for other in self._flights:
                 other.is_cancelled |= other.read.chunk == flight.read.chunk
 
