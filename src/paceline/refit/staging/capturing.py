@@ -1,0 +1,63 @@
+"""Tensors into arenas: copied, described, or taken out of live memory at the last moment."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from paceline.refit.model import StagedWeightVersionShardData
+from paceline.refit.staging.host import Arena
+from paceline.refit.staging.shadow import Change
+from paceline.refit.staging.shard import Capture, ShardLayout, StagedBuffers, describe_capture
+from paceline.refit.staging.torch_bytes import WORD_DTYPES
+
+
+def copy_into(
+    arena: Arena,
+    layout: ShardLayout,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    without: Collection[str] = (),
+) -> None:
+    """Copy tensors to their places, rounded to the dtypes that are sent.
+
+    From a GPU this only begins: see ``torch_bytes.copies_made``.
+    """
+    whole = torch.frombuffer(arena.data, dtype=torch.uint8)
+    with torch.no_grad():
+        for item in layout.tensors:
+            tensor = tensors.get(item.name)
+            if tensor is not None and item.name not in without:
+                raw = whole[item.offset : item.offset + item.num_bytes]
+                there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
+                there.copy_(tensor, non_blocking=True)
+
+
+def described(arena: Arena, layout: ShardLayout, change: Change | None) -> Capture:
+    """Describe a filled arena; what is known not to have changed is not read."""
+    if change is None:
+        return describe_capture(layout, arena)
+    there = change.encoded
+    base = change.base.entries
+    known = {entry.name: entry for entry in base if there.get(entry.name, entry) is None}
+    return describe_capture(layout, arena, known=known)
+
+
+def copied_objects(arena: Arena, buffers: StagedBuffers) -> Mapping[str, Sequence[memoryview]]:
+    """Copy every object of a shard into an arena, one after another."""
+    copies: dict[str, Sequence[memoryview]] = {}
+    end = 0
+    for item in buffers.objects:
+        start = end
+        for part in item.parts:
+            flat = part.cast("B")
+            arena.data[end : end + len(flat)] = flat
+            end += len(flat)
+        copies[item.object_id] = (arena.data[start:end].toreadonly(),)
+    return copies
+
+
+def buffers_of(staged: StagedWeightVersionShardData) -> StagedBuffers:
+    """Return what one of our adapters staged. Raises TypeError for another's."""
+    if not isinstance(staged.buffer_owner, StagedBuffers):
+        raise TypeError("this shard was staged by another adapter")
+    return staged.buffer_owner
