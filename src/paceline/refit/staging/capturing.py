@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from paceline.refit.model import StagedWeightVersionShardData
 from paceline.refit.staging.host import Arena
 from paceline.refit.staging.shadow import Change
 from paceline.refit.staging.shard import Capture, ShardLayout, StagedBuffers, describe_capture
-from paceline.refit.staging.torch_bytes import WORD_DTYPES
+from paceline.refit.staging.torch_bytes import WORD_DTYPES, is_host_block
 
 
 def copy_into(
@@ -20,16 +21,23 @@ def copy_into(
 ) -> None:
     """Copy tensors to their places, rounded to the dtypes that are sent.
 
-    From a GPU this only begins: see ``torch_bytes.copies_made``.
+    From a GPU this only begins: see ``torch_bytes.copies_made``. What lies in host memory as it is
+    sent is copied by this thread alone: torch's threads would wait for each other at every tensor,
+    for as long as others want the processor.
     """
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
     with torch.no_grad():
         for item in layout.tensors:
             tensor = tensors.get(item.name)
-            if tensor is not None and item.name not in without:
-                raw = whole[item.offset : item.offset + item.num_bytes]
-                there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
-                there.copy_(tensor, non_blocking=True)
+            if tensor is None or item.name in without:
+                continue
+            raw = whole[item.offset : item.offset + item.num_bytes]
+            dtype = WORD_DTYPES[item.dtype]
+            if tensor.dtype == dtype and is_host_block(tensor):
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                np.copyto(raw.numpy(), flat.numpy())
+            else:
+                raw.view(dtype).view(item.shape).copy_(tensor, non_blocking=True)
 
 
 def described(arena: Arena, layout: ShardLayout, change: Change | None) -> Capture:
