@@ -3,6 +3,8 @@
 Who has to let go when all memory is in use is decided here, from the policy.
 """
 
+from collections.abc import Callable
+
 from paceline.core.clock import Clock
 from paceline.refit.errors import NoFreeArenaError, PublishError, VersionSkippedError
 from paceline.refit.model import StagedWeightVersionShardData, WeightPayloadFormat
@@ -37,10 +39,10 @@ class Capturer:
         if isinstance(self._trainer, SupportsCapture):
             self._trainer.prepare()
 
-    def capture(self, *, needs_full: bool) -> object:
+    def capture(self, *, needs_full: Callable[[], bool]) -> object:
         """Keep the weights as they are now; while nothing is free, do as the policy says.
 
-        ``needs_full`` counts for adapters that cannot leave the rest for later.
+        ``needs_full`` is asked for adapters that cannot leave the rest for later.
 
         Raises:
             NoFreeArenaError: nothing came free in ``stage_wait_s``.
@@ -94,7 +96,7 @@ class Capturer:
         assert isinstance(self._trainer, SupportsChain)  # noqa: S101 - the publisher has seen to it
         return self._trainer
 
-    def _try_once(self, *, needs_full: bool) -> object:
+    def _try_once(self, *, needs_full: Callable[[], bool]) -> object:
         options = self._options
         wanted = options.wanted
         if isinstance(self._trainer, SupportsCapture):
@@ -102,7 +104,7 @@ class Capturer:
         # It knows one way only, and its base is that of the last version that came out.
         if not self._line.wait_idle(options.publish_wait_s):
             raise PublishError("the version before is still underway; publish less often")
-        is_first = needs_full and wanted is WeightPayloadFormat.XOR_DELTA
+        is_first = needs_full() and wanted is WeightPayloadFormat.XOR_DELTA
         return self._trainer.stage_shard(
             tensors=None,
             staging_mode=options.staging_mode,

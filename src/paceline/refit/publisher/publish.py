@@ -205,7 +205,7 @@ class Publisher:
         )
         try:
             self.before_step()
-            captured = self._capturer.capture(needs_full=self._needs_full)
+            captured = self._capturer.capture(needs_full=lambda: self._needs_full)
         except VersionSkippedError as exc:
             self._tell_failure(publication, exc)
             publication.fail(exc)
