@@ -21,6 +21,7 @@ from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.publisher.values import WhenInPlace, WhenLeased, WhenUnproven
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class RunSettings:
     payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
     format: PublishedFormat = PublishedFormat.PACELINE
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    when_leased: WhenLeased = WhenLeased.BLOCK
+    when_in_place: WhenInPlace = WhenInPlace.WAIT
+    when_unproven: WhenUnproven = WhenUnproven.ANCHOR
     anchor_every: int = 8
     max_staleness: int = 2
     link_mbps: float | None = None
@@ -110,18 +114,6 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _payload(text: str) -> WeightPayloadFormat:
-    return _member(WeightPayloadFormat, text)
-
-
-def _format(text: str) -> PublishedFormat:
-    return _member(PublishedFormat, text)
-
-
-def _staging(text: str) -> TrainerStagingMode:
-    return _member(TrainerStagingMode, text)
-
-
 def _member(enum: type[_E], text: str) -> _E:
     try:
         return enum(text)
@@ -137,9 +129,12 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_CONTROL": ("control", str),
     "PACELINE_ROLE": ("role", str),
     "PACELINE_INDEX": ("index", _number),
-    "PACELINE_PAYLOAD": ("payload_format", _payload),
-    "PACELINE_FORMAT": ("format", _format),
-    "PACELINE_STAGING": ("staging_mode", _staging),
+    "PACELINE_PAYLOAD": ("payload_format", partial(_member, WeightPayloadFormat)),
+    "PACELINE_FORMAT": ("format", partial(_member, PublishedFormat)),
+    "PACELINE_STAGING": ("staging_mode", partial(_member, TrainerStagingMode)),
+    "PACELINE_WHEN_LEASED": ("when_leased", partial(_member, WhenLeased)),
+    "PACELINE_WHEN_IN_PLACE": ("when_in_place", partial(_member, WhenInPlace)),
+    "PACELINE_WHEN_UNPROVEN": ("when_unproven", partial(_member, WhenUnproven)),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_LINK_MBPS": ("link_mbps", _rate),
@@ -211,6 +206,9 @@ class TrainerConnection:
             staging_mode=self.settings.staging_mode,
             payload_format=self.settings.payload_format,
             anchor_every=self.settings.anchor_every,
+            when_leased=self.settings.when_leased,
+            when_in_place=self.settings.when_in_place,
+            when_unproven=self.settings.when_unproven,
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
         )
