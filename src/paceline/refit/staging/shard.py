@@ -20,6 +20,7 @@ from paceline.refit.manifest.payload import (
 )
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.v1 import (
+    Lora,
     Manifest,
     PayloadObject,
     Scheme,
@@ -57,6 +58,8 @@ class ShardLayout:
     """Sorted by name."""
     aliases: tuple[tuple[str, str], ...]
     num_bytes: int
+    lora: Lora | None = None
+    """The tensors are those of a LoRA."""
 
     @property
     def full_bytes(self) -> int:
@@ -122,6 +125,7 @@ def plan_layout(
     *,
     aliases: Mapping[str, str],
     source_slot_id: str,
+    lora: Lora | None = None,
 ) -> ShardLayout:
     """Place tensors, given as (name, dtype, shape), one after another.
 
@@ -147,6 +151,7 @@ def plan_layout(
         tensors=tuple(placed),
         aliases=tuple(sorted(aliases.items())),
         num_bytes=end,
+        lora=lora,
     )
 
 
@@ -279,6 +284,7 @@ def _staged(
             aliases=layout.aliases,
             objects=(described,),
             segments=segments,
+            lora=layout.lora,
         ),
         objects=(
             StagedObject(
