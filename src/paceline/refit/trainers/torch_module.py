@@ -21,6 +21,7 @@ from paceline.refit.kernels.registry import PickLoops, loops_on
 from paceline.refit.model import (
     FULL_FORMATS,
     CompletionFence,
+    Region,
     StagedWeightVersionShardData,
     TensorBuffer,
     TrainerStagingMode,
@@ -47,7 +48,7 @@ from paceline.refit.staging.torch_bytes import (
     byte_view,
     is_host_block,
 )
-from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
+from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
 
 
@@ -285,12 +286,24 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             )
         return self._layout
 
+    def _collect(self, source: Any) -> Collected:
+        """Return what of the source this process publishes."""
+        return collect_plain(source)
+
     def _export(self, source: Any) -> "_Exported":
         """Return what engines get of the tensors as they are now."""
-        tensors, aliases = _collect(source)
-        exported = _Exported(tensors={}, aliases=aliases, as_they_are=set())
+        collected = self._collect(source)
+        tensors, aliases = collected.tensors, collected.aliases
+        exported = _Exported(
+            tensors={}, aliases=aliases, as_they_are=set(), regions=collected.regions
+        )
         for name, tensor in tensors.items():
             codes = None if self._quantise is None else self._quantise(name, tensor)
+            if codes is not None and name in exported.regions:
+                raise ValueError(
+                    f"tensor {name!r} is split over processes and cannot be quantised in parts; "
+                    "leave it out of what is quantised"
+                )
             if codes is not None and name in aliases.values():
                 raise ValueError(
                     f"tensor {name!r} is tied, its codes would have one name only; leave it out of "
@@ -311,6 +324,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             ),
             aliases=exported.aliases,
             source_slot_id=self._slot,
+            regions=exported.regions,
         )
 
     def _word(self, name: str, tensor: torch.Tensor, exported: "_Exported") -> str:
@@ -329,10 +343,12 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._remember(staged, _Staged(capture=None, arena=None, is_delta=False), fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
-        return {name: _view(name, tensor) for name, tensor in _collect(self._bound)[0].items()}
+        return {
+            name: _view(name, tensor) for name, tensor in self._collect(self._bound).tensors.items()
+        }
 
     def _versions(self) -> tuple[tuple[str, int, int], ...]:
-        tensors = _collect(self._bound)[0]
+        tensors = self._collect(self._bound).tensors
         return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
 
     def _remember(
@@ -363,6 +379,7 @@ class _Exported:
     aliases: dict[str, str]
     as_they_are: set[str]
     """Codes and scales, which are never cast."""
+    regions: dict[str, Region]
 
 
 def _capture(
@@ -412,8 +429,8 @@ def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
     return dict(wire_dtypes)
 
 
-def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the distinct tensors by canonical name, and alias -> canonical name."""
+def collect_plain(source: Any) -> Collected:
+    """Return all tensors of a module or a mapping, whole; tied ones once."""
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -431,7 +448,7 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         else:
             seen[where] = name
             tensors[name] = item
-    return tensors, aliases
+    return Collected(tensors=tensors, aliases=aliases)
 
 
 def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
