@@ -15,6 +15,7 @@ from typing import NoReturn
 from paceline.refit.digest import root_digest
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.payload import object_id_of
+from paceline.refit.manifest.region import region_problem
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.v1 import (
     LORA_PARTS,
@@ -31,7 +32,13 @@ from paceline.refit.manifest.v1 import (
     shape_problem,
     text_problem,
 )
-from paceline.refit.model import DTYPE_BITS, FULL_FORMATS, TensorEntry, WeightPayloadFormat
+from paceline.refit.model import (
+    DTYPE_BITS,
+    FULL_FORMATS,
+    Region,
+    TensorEntry,
+    WeightPayloadFormat,
+)
 
 MANIFEST_BYTES_MAX = 64 * 2**20
 INTEGER_MAX = 2**53 - 1
@@ -43,6 +50,7 @@ _XXH128 = re.compile(r"[0-9a-f]{32}")
 _TOP = "aliases base_root objects payload_format root_digest schema segments source_slot_id tensors"
 _TOP_MAY = "lora"
 _TENSOR = "digest dtype name num_bytes shape"
+_REGION = "global_shape offsets"
 _OBJECT = "chunk_bytes chunk_sha256 num_bytes object_id"
 _LORA = "is_rank_stabilised model_root modules"
 _LORA_MODULE = "alpha name rank"
@@ -120,6 +128,13 @@ def _check_order(manifest: Manifest) -> None:
 
 
 def _check_base(manifest: Manifest) -> None:
+    is_files = manifest.payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
+    parts = [index for index, entry in enumerate(manifest.tensors) if entry.region is not None]
+    if is_files and parts:
+        where = f"tensors[{parts[0]}].region"
+        raise ParseError(
+            ParseReason.INCONSISTENT, where, "files of a checkpoint have whole tensors"
+        )
     is_delta = manifest.payload_format is WeightPayloadFormat.XOR_DELTA
     if is_delta != (manifest.base_root is not None):
         raise ParseError(
@@ -272,13 +287,12 @@ def _payload_format(value: object) -> WeightPayloadFormat:
 
 
 def _tensor(value: object, where: str) -> TensorEntry:
-    fields = _fields(value, where, _TENSOR)
+    is_part = isinstance(value, dict) and "region" in value
+    fields = _fields(value, where, f"{_TENSOR} region" if is_part else _TENSOR)
     dtype = _text(fields["dtype"], f"{where}.dtype")
     if dtype not in DTYPE_BITS:
         raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.dtype", dtype[:80])
-    shape = tuple(_count(*item) for item in _items(fields["shape"], f"{where}.shape"))
-    if problem := shape_problem(shape):
-        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.shape", problem)
+    shape = _shape(fields["shape"], f"{where}.shape")
     num_bytes = _count(fields["num_bytes"], f"{where}.num_bytes")
     if num_bytes * 8 != math.prod(shape) * DTYPE_BITS[dtype]:
         raise ParseError(ParseReason.INCONSISTENT, f"{where}.num_bytes", "not shape x dtype")
@@ -288,7 +302,26 @@ def _tensor(value: object, where: str) -> TensorEntry:
         shape=shape,
         digest=_hex(fields["digest"], f"{where}.digest", _XXH128),
         num_bytes=num_bytes,
+        region=_region(fields["region"], f"{where}.region", shape) if is_part else None,
     )
+
+
+def _shape(value: object, where: str) -> tuple[int, ...]:
+    shape = tuple(_count(*item) for item in _items(value, where))
+    if problem := shape_problem(shape):
+        raise ParseError(ParseReason.OUT_OF_RANGE, where, problem)
+    return shape
+
+
+def _region(value: object, where: str, shape: tuple[int, ...]) -> Region:
+    fields = _fields(value, where, _REGION)
+    region = Region(
+        global_shape=_shape(fields["global_shape"], f"{where}.global_shape"),
+        offsets=_shape(fields["offsets"], f"{where}.offsets"),
+    )
+    if problem := region_problem(region, shape):
+        raise ParseError(ParseReason.INCONSISTENT, where, problem)
+    return region
 
 
 def _alias(value: object, where: str) -> tuple[str, str]:

@@ -26,13 +26,19 @@ def render_manifest(manifest: Manifest) -> bytes:
 
 
 def _tensor(entry: TensorEntry) -> dict[str, object]:
-    return {
+    fields: dict[str, object] = {
         "name": entry.name,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "digest": entry.digest,
         "num_bytes": entry.num_bytes,
     }
+    if entry.region is not None:
+        fields["region"] = {
+            "global_shape": list(entry.region.global_shape),
+            "offsets": list(entry.region.offsets),
+        }
+    return fields
 
 
 def _object(item: PayloadObject) -> dict[str, object]:

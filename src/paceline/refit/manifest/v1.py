@@ -126,7 +126,8 @@ class Manifest:
     root_digest: str
     """Root digest over this slot's tensors, changed or not."""
     tensors: tuple[TensorEntry, ...]
-    """Sorted by name, every tensor of the slot; tensors without a segment did not change."""
+    """Sorted by name, every tensor of the slot; tensors without a segment did not change. A tensor
+    that several slots share is here as this slot's part of it."""
     aliases: tuple[tuple[str, str], ...]
     """(further name, canonical name) of tied tensors, sorted."""
     objects: tuple[PayloadObject, ...]

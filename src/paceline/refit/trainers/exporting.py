@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from paceline.refit.model import Region
 from paceline.refit.staging.shard import ShardLayout, plan_layout
 from paceline.refit.staging.torch_bytes import DTYPE_WORDS, WORD_DTYPES
-from paceline.refit.trainers.protocol import Quantise
+from paceline.refit.trainers.protocol import Collected, Quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,6 +24,7 @@ class Exported:
     aliases: dict[str, str]
     as_they_are: set[str]
     """Codes and scales, which are never cast."""
+    regions: dict[str, Region]
 
 
 class Exporter:
@@ -41,12 +43,19 @@ class Exporter:
         """Whether everything is sent as it lies in memory."""
         return not self._wire_dtypes and self._quantise is None
 
-    def export(self, source: Any) -> Exported:
+    def export(self, collected: Collected) -> Exported:
         """Return what engines get of the tensors as they are now. Raises ValueError."""
-        tensors, aliases = collect(source)
-        exported = Exported(tensors={}, aliases=aliases, as_they_are=set())
+        tensors, aliases = collected.tensors, collected.aliases
+        exported = Exported(
+            tensors={}, aliases=aliases, as_they_are=set(), regions=collected.regions
+        )
         for name, tensor in tensors.items():
             codes = None if self._quantise is None else self._quantise(name, tensor)
+            if codes is not None and name in exported.regions:
+                raise ValueError(
+                    f"tensor {name!r} is split over processes and cannot be quantised in parts; "
+                    "leave it out of what is quantised"
+                )
             if codes is not None and name in aliases.values():
                 raise ValueError(
                     f"tensor {name!r} is tied, its codes would have one name only; leave it out of "
@@ -68,6 +77,7 @@ class Exporter:
             ),
             aliases=exported.aliases,
             source_slot_id=self._slot,
+            regions=exported.regions,
         )
 
     def _word(self, name: str, tensor: torch.Tensor, exported: Exported) -> str:
@@ -80,8 +90,8 @@ class Exporter:
         return DTYPE_WORDS[tensor.dtype]
 
 
-def collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the distinct tensors by canonical name, and alias -> canonical name.
+def collect_plain(source: Any) -> Collected:
+    """Return all tensors of a module or a mapping, whole; tied ones once.
 
     Raises:
         ValueError: something is no plain tensor.
@@ -103,7 +113,7 @@ def collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         else:
             seen[where] = name
             tensors[name] = item
-    return tensors, aliases
+    return Collected(tensors=tensors, aliases=aliases)
 
 
 def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:

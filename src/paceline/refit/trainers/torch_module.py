@@ -44,8 +44,8 @@ from paceline.refit.staging.torch_bytes import (
     byte_view,
     is_host_block,
 )
-from paceline.refit.trainers.exporting import Exported, Exporter, collect
-from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
+from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
+from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
 
 
@@ -146,7 +146,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._exporter.plan(self._exporter.export(tensors))
+        self._layout = self._exporter.plan(self._exporter.export(self._collect(tensors)))
         self._bound = tensors
         return self._slot
 
@@ -171,7 +171,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             StagingError: no free arena, weights served in place, or their layout moved.
         """
         self._check(tensors, staging_mode, payload_format)
-        exported = self._exporter.export(self._bound)
+        exported = self._exporter.export(self._collect(self._bound))
         layout = self._check_layout(exported)
         if staging_mode is TrainerStagingMode.IN_PLACE:
             return self._stage_in_place(layout)
@@ -284,6 +284,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             )
         return self._layout
 
+    def _collect(self, source: Any) -> Collected:
+        """Return what of the source this process publishes."""
+        return collect_plain(source)
+
     def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
         buffers = self._guard.stage()
         staged = full_shard_in_place(layout, buffers, self._guard.entries)
@@ -291,10 +295,12 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._remember(staged, _Staged(capture=None, arena=None, is_delta=False), fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
-        return {name: _view(name, tensor) for name, tensor in collect(self._bound)[0].items()}
+        return {
+            name: _view(name, tensor) for name, tensor in self._collect(self._bound).tensors.items()
+        }
 
     def _versions(self) -> tuple[tuple[str, int, int], ...]:
-        tensors = collect(self._bound)[0]
+        tensors = self._collect(self._bound).tensors
         return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
 
     def _remember(
