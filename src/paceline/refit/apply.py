@@ -24,7 +24,7 @@ from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, V
 from paceline.refit.journal import Journal
 from paceline.refit.manifest.fit import check_layout, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
-from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
+from paceline.refit.manifest.v1 import Lora, Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 
 _KEPT_BYTES = 32 * 2**20
@@ -93,7 +93,7 @@ class StagedInstall:
         return tuple(write.name for write in self.writes)
 
 
-def stage_install(
+def stage_install(  # noqa: PLR0913 - what is here, and what came
     manifest: Manifest,
     objects: Mapping[str, memoryview],
     *,
@@ -101,6 +101,7 @@ def stage_install(
     aliases: Mapping[str, str],
     base: Mapping[str, TensorEntry] | None,
     checks: Checks = FULL,
+    lora: Lora | None = None,
 ) -> StagedInstall:
     """Prove a fetched version against its manifest and against what is live; write nothing.
 
@@ -113,11 +114,12 @@ def stage_install(
         aliases: further name -> canonical name of the live tensors.
         base: what the live tensors are known to be; only a full payload goes without.
         checks: how much of live memory is read, and what the work is done with.
+        lora: what the live tensors are a LoRA of; None: they are the model's own.
 
     Raises:
         VerifyError: anything does not agree; the message names it. ParseError is one.
     """
-    check_layout(manifest, live, aliases)
+    check_layout(manifest, live, aliases, lora=lora)
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
         _check_base(manifest, live, base, checks)

@@ -21,6 +21,7 @@ from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.trainers.dtypes import WireDtypes
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 
 if TYPE_CHECKING:
@@ -185,21 +186,25 @@ class TrainerConnection:
         self,
         tensors: object,
         *,
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         quantise: "Quantise | None" = None,
+        lora: str = "merged",
     ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
         Args:
-            tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
+            tensors: a ``torch.nn.Module``, also a ``PeftModel``, or a mapping name -> tensor.
             wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
-                behind bf16 engines. Nothing is cast that is not named here.
+                behind bf16 engines; or a ``DtypePolicy``. Nothing is cast that is not named here.
             quantise: turns a tensor into the codes and scales that the engines serve, see
                 ``paceline.refit.trainers.quantise``.
+            lora: what of a ``PeftModel`` travels: ``merged`` weights, which every engine takes, or
+                the LoRA ``alone``, for engines that hold the weights below it.
 
         Raises:
             MissingExtraError: torch is not installed.
             PreflightError: the port cannot be listened on.
+            UsageError: a LoRA alone, in a format that has none.
             ValueError: the tensors or the policy do not fit.
         """
         from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
@@ -214,8 +219,14 @@ class TrainerConnection:
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
         )
-        made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
+        made = partial(
+            self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise, lora=lora
+        )
         if self.settings.format is PublishedFormat.CANONICAL:
+            if lora == "alone":
+                raise UsageError(
+                    "receivers of the canonical format take no LoRA: publish it merged"
+                )
             return CanonicalPublisher(
                 control=self._control,
                 trainer=made(storage=None),
@@ -249,12 +260,15 @@ class TrainerConnection:
         self,
         tensors: object,
         *,
-        wire_dtypes: Mapping[str, str] | None,
+        wire_dtypes: WireDtypes,
         quantise: "Quantise | None",
+        lora: str,
         storage: "Source | None",
     ) -> Any:
         """Return an adapter with the tensors bound. Raises MissingExtraError, ValueError."""
-        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        is_peft = hasattr(tensors, "get_base_model")
+        name = "peft" if is_peft else "torch"
+        trainer_class: Any = load_entry(TRAINER_ENGINES, name, port="trainer engine")
         rate = self.settings.link_mbps
         trainer = trainer_class(
             clock=self._clock,
@@ -262,6 +276,7 @@ class TrainerConnection:
             quantise=quantise,
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
             storage=storage,
+            **({"publishes": lora} if is_peft else {}),
         )
         trainer.bind_tensors(tensors)
         return trainer

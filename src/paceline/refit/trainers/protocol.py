@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from paceline.refit.manifest.v1 import Lora
 from paceline.refit.model import (
     Region,
     StagedWeightVersionShardData,
@@ -32,6 +33,18 @@ class Collected:
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of these tensors -> the canonical one."""
     regions: dict[str, Region] = field(default_factory=dict)
+    made: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Makes the content of these tensors when it is asked for; what stands under ``tensors`` has
+    its dtype and shape."""
+    buffers: frozenset[str] = frozenset()
+    """Names of what is no parameter, as far as that is known."""
+    lora: Lora | None = None
+    """The tensors are those of a LoRA."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return what a tensor holds now."""
+        make = self.made.get(name)
+        return self.tensors[name] if make is None else make()
 
 
 class NixlMetadataProvider(Protocol):

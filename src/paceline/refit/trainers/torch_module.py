@@ -5,6 +5,7 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 ``wire_dtypes`` asks for it, and integers never are.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -44,9 +45,12 @@ from paceline.refit.staging.torch_bytes import (
     byte_view,
     is_host_block,
 )
-from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
+from paceline.refit.trainers.dtypes import Sent, WireDtypes, summarise
+from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain, write_wire
 from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +79,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         clock: Clock,
         rank: int = 0,
         transport: str = "http",
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         arenas: int = 4,
         arena_wait_s: float = 0.0,
         quantise: Quantise | None = None,
@@ -90,7 +94,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             rank: global rank of this process, part of the slot's name.
             transport: name of the transport that will serve the bytes.
             wire_dtypes: glob over tensor names -> dtype word that floating-point tensors are
-                rounded to (nearest, ties to even); the first match counts.
+                rounded to (nearest, ties to even), the first match counts; or a whole policy.
             arenas: copies of the weights in host memory: the base, the one being captured, the
                 newest anchor, and one for readers that are slow.
             arena_wait_s: how long staging waits for a free arena before it refuses.
@@ -106,13 +110,14 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
         self._exporter = Exporter(
-            source_slot_id=self._slot, wire_dtypes=wire_dtypes or {}, quantise=quantise
+            source_slot_id=self._slot, wire_dtypes=wire_dtypes, quantise=quantise
         )
         self._link = link
         self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
         self._shadow = DeviceShadow(pick=device_loops)
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
+        self._sent: tuple[Sent, ...] = ()
         self._layout: ShardLayout | None = None
         self._base: Capture | None = None
         self._staged: dict[StagedBuffers, _Staged] = {}
@@ -122,6 +127,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     def source_slot_id(self) -> str:
         """``publisher:global-rank:<rank>``."""
         return self._slot
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """How every bound tensor travels: what is rounded to what, and which rule says so."""
+        return self._sent
 
     @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
@@ -146,7 +156,10 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._exporter.plan(self._exporter.export(self._collect(tensors)))
+        exported = self._exporter.export(self._collect(tensors))
+        self._layout = self._exporter.plan(exported)
+        self._sent = self._exporter.report(exported)
+        log.info("on the wire: %s", summarise(self._sent))
         self._bound = tensors
         return self._slot
 
@@ -336,11 +349,10 @@ def _capture(
 
 def _copy_into(arena: Arena, placed: Sequence[PlacedTensor], exported: Exported) -> None:
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
-    with torch.no_grad():
-        for item in placed:
-            raw = whole[item.offset : item.offset + item.num_bytes]
-            there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
-            there.copy_(exported.tensors[item.name])
+    for item in placed:
+        raw = whole[item.offset : item.offset + item.num_bytes]
+        there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
+        write_wire(item, exported.read(item.name), there)
 
 
 def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
