@@ -127,7 +127,7 @@ def train(given: dict[str, Any]) -> None:
                 count = int(raw.size * command["changed"])
                 at = generator.integers(0, raw.size, count)
                 raw[at] += generator.choice(np.array([-1, 1], dtype=np.int16), count)
-        published = publisher.publish(step=0)
+        published = publisher.publish(step=0).result()
         say(
             payload_bytes=published.payload_bytes,
             full_bytes=published.full_bytes,

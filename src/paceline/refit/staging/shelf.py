@@ -45,6 +45,12 @@ class _Entry:
         self.held = held
         self.cancels: dict[object, Callable[[], None]] = {}
         """How to cut each reader that is inside."""
+        self.before: list[_Entry] = []
+        """The same bytes in other memory, where readers may still be inside."""
+
+    def inside(self) -> list[Callable[[], None]]:
+        """Return how to cut each reader, of the memory before too."""
+        return [cut for entry in (self, *self.before) for cut in entry.cancels.values()]
 
 
 class ObjectShelf:
@@ -104,18 +110,47 @@ class ObjectShelf:
             entry = self._entries.pop(object_id, None)
             if entry is None:
                 return
-            if self._changed.wait_for(lambda: not entry.cancels, patience_s):
+        if not self._empties(entry, patience_s):
+            with self._changed:
+                self._entries.setdefault(object_id, entry)
+            raise _stays(object_id, patience_s)
+
+    def replace(self, object_id: str, parts: Sequence[memoryview], *, patience_s: float) -> None:
+        """Serve the same bytes from other memory; return when no reader is inside the old one.
+
+        Raises:
+            StagingError: a reader is inside even after it was cut; ask again.
+        """
+        with self._changed:
+            old = self._entries.get(object_id)
+            if old is None:
                 return
-            cancels = list(entry.cancels.values())
+            new = self._entries[object_id] = _Entry(HeldObject(object_id, parts))
+            new.before = [old, *old.before]
+        moved = _Entry(old.held)
+        moved.before = new.before
+        if not self._empties(moved, patience_s):
+            raise _stays(object_id, patience_s)
+        with self._changed:
+            new.before = []
+
+    def _empties(self, entry: _Entry, patience_s: float) -> bool:
+        """Wait until nobody is inside; half way through, those who are are cut."""
+        with self._changed:
+            if self._changed.wait_for(lambda: not entry.inside(), patience_s):
+                return True
+            cancels = entry.inside()
         for cancel in cancels:
             cancel()
         with self._changed:
-            if not self._changed.wait_for(lambda: not entry.cancels, patience_s):
-                self._entries.setdefault(object_id, entry)
-                raise StagingError(
-                    f"object {object_id[:12]}: a reader did not leave in {2 * patience_s:g} s; "
-                    "its buffers stay in use, withdraw it again later"
-                )
+            return self._changed.wait_for(lambda: not entry.inside(), patience_s)
+
+
+def _stays(object_id: str, patience_s: float) -> StagingError:
+    return StagingError(
+        f"object {object_id[:12]}: a reader did not leave in {2 * patience_s:g} s; "
+        "its buffers stay in use, withdraw it again later"
+    )
 
 
 class ManifestShelf:

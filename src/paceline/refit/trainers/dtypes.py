@@ -106,6 +106,11 @@ class Sent:
         """Whether bits may change on the way."""
         return self.held != self.sent
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether a weight may be too large for what it is sent in."""
+        return self.is_cast and self.sent in NARROW
+
 
 def summarise(rows: Iterable[Sent]) -> str:
     """Return one line: how many tensors and bytes are rounded from what to what, and kept."""

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from paceline.refit.digest import content_digest
-from paceline.refit.errors import StagingError
 from paceline.refit.model import TensorEntry
 from paceline.refit.staging.shard import PlacedTensor, ShardLayout, plan_layout
 from paceline.refit.staging.torch_bytes import DTYPE_WORDS, WORD_DTYPES, byte_view
-from paceline.refit.trainers.dtypes import NARROW, DtypePolicy, Sent, WireDtypes
+from paceline.refit.trainers.dtypes import DtypePolicy, Sent, WireDtypes
 from paceline.refit.trainers.protocol import Collected, Quantise
 
 
@@ -25,15 +24,17 @@ class Exported(Collected):
     as_they_are: set[str] = field(default_factory=set)
     """Codes and scales, which are never cast."""
 
+    @property
+    def at_hand(self) -> dict[str, torch.Tensor]:
+        """Those whose content need not be made."""
+        return {name: item for name, item in self.tensors.items() if name not in self.made}
+
 
 class Exporter:
     """Turns bound tensors into named tensors of wire dtypes; writes none of them."""
 
-    def __init__(
-        self, *, source_slot_id: str, wire_dtypes: WireDtypes, quantise: Quantise | None
-    ) -> None:
+    def __init__(self, *, wire_dtypes: WireDtypes, quantise: Quantise | None) -> None:
         """Take the policy. Raises ValueError for a wire dtype that no float can be rounded to."""
-        self._slot = source_slot_id
         self._dtypes = DtypePolicy.of(wire_dtypes)
         self._quantise = quantise
 
@@ -83,7 +84,7 @@ class Exporter:
             return found
         return self._quantise(name, collected.read(name))
 
-    def plan(self, exported: Exported) -> ShardLayout:
+    def plan(self, exported: Exported, *, source_slot_id: str) -> ShardLayout:
         """Return where each tensor goes. Raises ValueError for one without a wire form."""
         return plan_layout(
             (
@@ -91,7 +92,7 @@ class Exporter:
                 for row in self.report(exported)
             ),
             aliases=exported.aliases,
-            source_slot_id=self._slot,
+            source_slot_id=source_slot_id,
             regions=exported.regions,
             lora=exported.lora,
         )
@@ -119,28 +120,9 @@ class Exporter:
         )
 
 
-def write_wire(item: PlacedTensor, tensor: torch.Tensor, there: torch.Tensor) -> None:
-    """Write a tensor in its wire dtype; ``there`` is that dtype's.
-
-    Raises:
-        StagingError: a weight is finite and does not fit.
-    """
-    with torch.no_grad():
-        there.copy_(tensor)
-        if item.dtype not in NARROW or tensor.dtype == there.dtype:
-            return
-        lost = there.float().isfinite().logical_not_()
-        if bool((lost & tensor.isfinite().to(there.device)).any()):
-            raise StagingError(
-                f"tensor {item.name!r} has weights that {item.dtype} cannot hold: keep it, or "
-                "round it to BF16"
-            )
-
-
 def wire_entry(item: PlacedTensor, tensor: torch.Tensor) -> TensorEntry:
     """Return what a tensor is in a version, from a copy in its wire dtype."""
-    there = torch.empty(item.shape, dtype=WORD_DTYPES[item.dtype])
-    write_wire(item, tensor, there)
+    there = tensor.to(device="cpu", dtype=WORD_DTYPES[item.dtype]).contiguous()
     return TensorEntry(
         name=item.name,
         dtype=item.dtype,

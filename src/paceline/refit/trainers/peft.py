@@ -49,8 +49,6 @@ class PeftTrainer(TorchModuleTrainer):
         which dtypes engines hold the weights below it.
         """
         self._publishes = Publishes(publishes)
-        if self._publishes is Publishes.MERGED:
-            options.setdefault("device_loops", lambda kind: None)  # weights are made while copied
         super().__init__(**options)
         self._lora: Lora | None = None
 
@@ -92,7 +90,7 @@ class PeftTrainer(TorchModuleTrainer):
     def _root_below(self, model: Any) -> str:
         """Return the root digest of the weights that the LoRA changes, one tensor at a time."""
         below = self._exporter.export(collect_below(model))
-        layout = self._exporter.plan(below)
+        layout = self._exporter.plan(below, source_slot_id=self._slot)
         return root_digest(wire_entry(item, below.read(item.name)) for item in layout.tensors)
 
 

@@ -148,6 +148,18 @@ class SupportsLoad(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsReplace(Protocol):
+    """A server that can go on serving an object from a copy of its bytes."""
+
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory; returns when nobody reads the old one.
+
+        Does nothing for an object that is not served. Raises StagingError if a reader stays.
+        """
+        ...
+
+
 class ManifestDoor(Protocol):
     """Serves small documents: what transports that move no documents of their own stand on.
 

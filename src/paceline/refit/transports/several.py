@@ -21,6 +21,7 @@ from paceline.refit.transports.protocol import (
     ReadPlan,
     SupportsCheckpoints,
     SupportsCommits,
+    SupportsReplace,
     Terms,
     TransferRecord,
     read_parts,
@@ -66,6 +67,23 @@ class SeveralServers:
                 for before in self._servers[:index]:
                     before.withdraw_object(object_id)
                 raise
+
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory everywhere.
+
+        Raises:
+            PublishError: one of them has told readers where the old memory is.
+            StagingError: a reader does not leave the old memory.
+        """
+        for server in self._servers:
+            if not isinstance(server, SupportsReplace):
+                raise PublishError(
+                    f"readers over {server.transport} know where the weights lie: nothing can be "
+                    "served from elsewhere; let steps wait (in_place: wait)"
+                )
+        for server in self._servers:
+            if isinstance(server, SupportsReplace):
+                server.replace_object(object_id, parts)
 
     def withdraw_object(self, object_id: str) -> None:
         """Withdraw it everywhere; idempotent."""

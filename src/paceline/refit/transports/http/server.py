@@ -115,6 +115,11 @@ class HttpObjectServer:
         """Make an object readable, without copying it."""
         self.objects.put(object_id, parts)
 
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory. Raises StagingError if a reader stays."""
+        patience_s = self.options.withdraw_patience_s
+        self.objects.replace(object_id, parts, patience_s=patience_s)
+
     def withdraw_object(self, object_id: str) -> None:
         """Stop serving; returns when no reader is inside. Raises StagingError if one stays."""
         self.objects.withdraw(object_id, patience_s=self.options.withdraw_patience_s)
