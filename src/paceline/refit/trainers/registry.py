@@ -4,5 +4,6 @@ from paceline.core.registry import LazyEntry
 
 TRAINER_ENGINES: dict[str, LazyEntry] = {
     "torch": LazyEntry("paceline.refit.trainers.torch_module", "TorchModuleTrainer", "train"),
+    "sharded": LazyEntry("paceline.refit.trainers.sharded", "ShardedTrainer", "train"),
 }
 """Name -> class that signs TrainerEngineAdapter."""
