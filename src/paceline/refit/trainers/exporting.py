@@ -156,10 +156,11 @@ def collect_plain(source: Any) -> Collected:
         else:
             seen[where] = name
             tensors[name] = item
-    return Collected(tensors=tensors, aliases=aliases, buffers=_buffers_of(source))
+    return Collected(tensors=tensors, aliases=aliases, buffers=buffer_names(source))
 
 
-def _buffers_of(source: Any) -> frozenset[str]:
+def buffer_names(source: Any) -> frozenset[str]:
+    """Return the names of a module's buffers; a mapping does not tell."""
     if not isinstance(source, torch.nn.Module):
         return frozenset()
     return frozenset(name for name, _ in source.named_buffers(remove_duplicate=False))

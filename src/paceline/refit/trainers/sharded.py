@@ -4,12 +4,14 @@ One version has a slot for every process that owns something. No tensor is gathe
 sent between processes: who owns what follows from the layout, which all of them see alike.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.refit.trainers.exporting import buffer_names
 from paceline.refit.trainers.flat import FlatSource, has_flat
-from paceline.refit.trainers.meshes import MeshSource
+from paceline.refit.trainers.meshes import MeshSource, clean_name
 from paceline.refit.trainers.protocol import Collected
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 
@@ -66,4 +68,6 @@ class ShardedTrainer(TorchModuleTrainer):
 
     def _collect(self, source: Any) -> Collected:
         assert self._shards is not None  # noqa: S101 - bound first
-        return self._shards.collect()
+        inner = source.module if isinstance(source, DistributedDataParallel) else source
+        names = frozenset(map(clean_name, buffer_names(inner)))
+        return replace(self._shards.collect(), buffers=names)
