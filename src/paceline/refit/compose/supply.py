@@ -16,11 +16,10 @@ from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
 from paceline.refit.manifest.signature import (
     Statement,
-    Trust,
     parse_signed,
     sign_manifest,
     signing_key,
-    statement_of,
+    trust_in,
     verify_key,
 )
 from paceline.refit.model import WeightVersion
@@ -71,8 +70,7 @@ def check_of(version: WeightVersion, credentials: auth.Credentials) -> Callable[
 
     def check(data: bytes) -> None:
         if credentials.verify_key:
-            key = verify_key(credentials.verify_key)
-            Trust(key=key, expected=statement_of(version)).check(parse_signed(data))
+            trust_in(version, verify_key(credentials.verify_key)).check(parse_signed(data))
 
     return check
 

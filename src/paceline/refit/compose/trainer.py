@@ -22,6 +22,7 @@ from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.publisher.values import WhenInPlace, WhenLeased, WhenUnproven
+from paceline.refit.trainers.dtypes import WireDtypes
 from paceline.refit.trainers.registry import TRAINER_ENGINES
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class RunSettings:
     """Where its first process listens, the others of one machine behind it; 0 is any."""
     local_rank: int = 0
     """Which process of its machine it is."""
+    world_size: int = 0
+    """How many processes train together, as torchrun says; 0: it did not start this one."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -141,6 +144,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_HOST": ("host", str),
     "PACELINE_PORT": ("port", _number),
     "LOCAL_RANK": ("local_rank", _number),
+    "WORLD_SIZE": ("world_size", _number),
     "PACELINE_OUT": ("out", Path),
     "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
@@ -180,26 +184,40 @@ class TrainerConnection:
         self,
         tensors: object,
         *,
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         quantise: "Quantise | None" = None,
+        mesh: object = None,
+        alone: bool = False,
+        engine: str = "",
+        **options: object,
     ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
+        Where torchrun started several processes, each of them makes one and publishes its own part
+        of every version; nothing is gathered.
+
         Args:
-            tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
+            tensors: a ``torch.nn.Module``, also a ``PeftModel``, or a mapping name -> tensor.
             wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
-                behind bf16 engines. Nothing is cast that is not named here.
+                behind bf16 engines; or a ``DtypePolicy``. Nothing is cast that is not named here.
             quantise: turns a tensor into the codes and scales that the engines serve, see
                 ``paceline.refit.trainers.quantise``.
+            mesh: the ``DeviceMesh`` of all processes, where no tensor lies on all of it.
+            alone: this process publishes all of the tensors, whatever others there are.
+            engine: a name of the trainer adapter, where it is not plain from the tensors, such as
+                ``megatron`` or ``deepspeed``; docs/guides/trainers.md lists them.
+            options: the adapter's own, such as ``publishes="alone"`` for the LoRA of a
+                ``PeftModel``, which is published merged otherwise.
 
         Raises:
             MissingExtraError: torch is not installed.
             PreflightError: the port cannot be listened on.
+            UsageError: a LoRA alone, in a format that has none.
             ValueError: the tensors or the policy do not fit.
         """
         from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
 
-        options = PublisherOptions(
+        how = PublisherOptions(
             model_name=self.settings.model_name,
             run_id=self.settings.run_id,
             worker_id=self.worker_id,
@@ -212,14 +230,24 @@ class TrainerConnection:
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
         )
-        made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
+        engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
+        if engine == "sharded":
+            options["mesh"] = mesh
+        options |= {"wire_dtypes": wire_dtypes, "quantise": quantise}
+        made = partial(self._trainer, tensors, engine, options)
         if self.settings.format is PublishedFormat.CANONICAL:
+            if self.settings.world_size > 1 and not alone:
+                raise UsageError(
+                    "canonical versions have one source: publish from one process, with alone=True"
+                )
+            if options.get("publishes") == "alone":
+                raise UsageError("the canonical format has no LoRAs: publish it merged")
             return CanonicalPublisher(
                 control=self._control,
                 trainer=made(storage=None),
                 bucket=open_bucket(self.settings.data),
                 clock=self._clock,
-                options=options,
+                options=how,
                 notify=self.notify,
             )
         settings = self.settings
@@ -239,27 +267,26 @@ class TrainerConnection:
             trainer=trainer,
             source=server,
             clock=self._clock,
-            options=options,
+            options=how,
             notify=self.notify,
         )
 
     def _trainer(
         self,
         tensors: object,
+        engine: str,
+        options: Mapping[str, object],
         *,
-        wire_dtypes: Mapping[str, str] | None,
-        quantise: "Quantise | None",
         storage: "Source | None",
     ) -> Any:
         """Return an adapter with the tensors bound. Raises MissingExtraError, ValueError."""
-        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        trainer_class: Any = load_entry(TRAINER_ENGINES, engine, port="trainer engine")
         rate = self.settings.link_mbps
         trainer = trainer_class(
             clock=self._clock,
-            wire_dtypes=wire_dtypes,
-            quantise=quantise,
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
             storage=storage,
+            **options,
         )
         trainer.bind_tensors(tensors)
         return trainer
@@ -288,6 +315,13 @@ class TrainerConnection:
             self._control.record_event(event)
         except ControlError as exc:
             log.warning("event %s was not recorded: %s", name, exc)
+
+
+def _engine_of(tensors: object, *, is_shared: bool) -> str:
+    """Return the trainer adapter for these tensors, as far as they tell."""
+    if hasattr(tensors, "get_base_model"):
+        return "peft"
+    return "sharded" if is_shared else "torch"
 
 
 def _config_of(tensors: object) -> Mapping[str, bytes]:

@@ -10,7 +10,7 @@ from paceline.core.clock import Clock
 from paceline.refit.apply import (
     Checks,
     StagedInstall,
-    prove_live,
+    check_live,
     stage_install,
     write_install,
 )
@@ -22,12 +22,19 @@ from paceline.refit.generators.protocol import (
     SupportsDeviceTensors,
 )
 from paceline.refit.kernels.registry import process_tools
-from paceline.refit.manifest.signature import Trust, statement_of
+from paceline.refit.manifest.signature import Trust, trust_in
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
+from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
+from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.receiver.shards import (
+    check_manifests_are_of,
+    require_description,
+    sources_by_slot,
+    whole_manifest,
+)
 from paceline.refit.receiver.spread import Spread
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
@@ -70,7 +77,7 @@ class Installed:
 
     version: InstalledVersion
     entries: Mapping[str, TensorEntry]
-    """What every live tensor is now: the base of the next delta."""
+    """What every live tensor, or part of one, is now, by its key: the base of the next delta."""
     fetched_bytes: int
     pause_s: float
     transfers: tuple[TransferRecord, ...] = ()
@@ -179,7 +186,7 @@ class Installer:
             self._prove(staged, label, checks)
         return Installed(
             version=label,
-            entries={entry.name: entry for entry in staged.entries},
+            entries={entry.key: entry for entry in staged.entries},
             fetched_bytes=fetched_bytes,
             pause_s=pause_s,
             transfers=tuple(self._transfers),
@@ -224,7 +231,7 @@ class Installer:
 
     def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
         """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
-        prove_live(self._engine.live_tensors(), entries.values())
+        check_live(self._engine.live_tensors(), entries.values())
 
     def _stage(
         self,
@@ -235,7 +242,43 @@ class Installer:
         keep_alive: Callable[[], None],
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
-        fetcher = Fetcher(
+        slots = sources_by_slot(version, self._control.list_shards(version.uid))
+        fetchers = {slot: self._fetcher(version, keep_alive) for slot in slots}
+        manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
+        check_manifests_are_of(manifests, version)
+        if self._prepare is not None:
+            self._prepare(whole_manifest(list(manifests.values())))
+        live = self._engine.live_tensors()
+        left = 2 * sum(len(buffer.data) for buffer in live.values()) + PAYLOAD_SLACK_BYTES
+        shards = []
+        for slot, manifest in manifests.items():
+            objects = fetchers[slot].fetch_objects(manifest, slots[slot], bytes_max=left)
+            left -= sum(len(data) for data in objects.values())
+            shards.append(FetchedShard(manifest=manifest, objects=objects))
+        return self._staged(shards, live, base, checks), sum(shard.num_bytes for shard in shards)
+
+    def _staged(
+        self,
+        shards: Sequence[FetchedShard],
+        live: Mapping[str, TensorBuffer],
+        base: Mapping[str, TensorEntry] | None,
+        checks: Checks,
+    ) -> StagedInstall:
+        aliases = self._engine.tensor_aliases()
+        if len(shards) > 1:
+            return stage_shards(shards, live=live, aliases=aliases, base=base, checks=checks)
+        return stage_install(
+            shards[0].manifest,
+            shards[0].objects,
+            live=live,
+            aliases=aliases,
+            base=base,
+            checks=checks,
+        )
+
+    def _fetcher(self, version: WeightVersion, keep_alive: Callable[[], None]) -> Fetcher:
+        """Return what fetches one slot."""
+        return Fetcher(
             self._reader,
             FetchParts(
                 clock=self._clock,
@@ -246,26 +289,6 @@ class Installer:
                 spread=self._supply.spread,
             ),
         )
-        sources = self._control.list_shards(version.uid)
-        slot_id = require_one_slot(version, sources)
-        manifest = fetcher.fetch_manifest(sources)
-        check_manifest_is_of(manifest, version, slot_id=slot_id)
-        if self._prepare is not None:
-            self._prepare(manifest)
-        live = self._engine.live_tensors()
-        live_bytes = sum(len(buffer.data) for buffer in live.values())
-        objects = fetcher.fetch_objects(
-            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
-        )
-        staged = stage_install(
-            manifest,
-            objects,
-            live=live,
-            aliases=self._engine.tensor_aliases(),
-            base=base,
-            checks=checks,
-        )
-        return staged, sum(len(data) for data in objects.values())
 
     def _writer(
         self, staged: StagedInstall, base: Mapping[str, TensorEntry] | None
@@ -276,10 +299,10 @@ class Installer:
             return lambda: write_install(staged, tools=self._tools)
         from paceline.refit.staging.mirror import DeviceInstall, refresh_device
 
-        if base is not None:
+        if base is not None and not staged.has_parts:
             return DeviceInstall(staged, engine.device_tensors(), tools=self._tools).write
 
-        def write() -> None:  # nothing is known of the device either
+        def write() -> None:  # nothing is known of the device, or it has to be written in parts
             write_install(staged, tools=self._tools)
             refresh_device(engine.device_tensors(), self._engine.live_tensors())
 
@@ -287,7 +310,7 @@ class Installer:
 
     def _trust_in(self, version: WeightVersion) -> Trust | None:
         key = self._supply.verify_key
-        return None if key is None else Trust(key=key, expected=statement_of(version))
+        return None if key is None else trust_in(version, key)
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""
@@ -301,9 +324,7 @@ class Installer:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""
         try:
             only = None if checks.whole else ()
-            root = prove_live(
-                self._engine.live_tensors(), staged.entries, only=only, tools=self._tools
-            )
+            check_live(self._engine.live_tensors(), staged.entries, only=only, tools=self._tools)
             if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
                 from paceline.refit.staging.mirror import prove_device
 
@@ -312,8 +333,10 @@ class Installer:
             raise UncertainStateError(
                 f"live weights are not version {label.version_id}: {exc}"
             ) from exc
-        if root != label.root_digest:
-            raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
+        if staged.root_digest != label.root_digest:
+            raise UncertainStateError(
+                f"live weights have root {staged.root_digest}, not {label.root_digest}"
+            )
 
 
 def label_of(version: WeightVersion) -> InstalledVersion:
@@ -322,46 +345,3 @@ def label_of(version: WeightVersion) -> InstalledVersion:
     return InstalledVersion(
         version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
     )
-
-
-def require_description(version: WeightVersion) -> VersionDescription:
-    """Return what is recorded about a version. Raises VerifyError if nothing is."""
-    if version.description is None:
-        raise VerifyError(f"version {version.uid} has no description; it cannot be proven")
-    return version.description
-
-
-def require_one_slot(version: WeightVersion, sources: Sequence[Shard]) -> str:
-    """Return the one slot that all sources fill.
-
-    Raises:
-        VerifyError: there are none, or several: a root digest covers one slot so far.
-    """
-    slots = {source.source_slot_id for source in sources}
-    if len(slots) != 1:
-        raise VerifyError(
-            f"version {version.uid} has {len(slots)} source slots; this receiver installs "
-            "versions of exactly one"
-        )
-    return slots.pop()
-
-
-def check_manifest_is_of(manifest: Manifest, version: WeightVersion, *, slot_id: str) -> None:
-    """Refuse a manifest that is right in itself and belongs to something else.
-
-    Raises:
-        VerifyError: naming what differs from the version's record.
-    """
-    said = require_description(version)
-    pairs = {
-        "payload format": (manifest.payload_format, version.payload_format),
-        "slot": (manifest.source_slot_id, slot_id),
-        "root digest": (manifest.root_digest, said.root_digest),
-    }
-    if manifest.base_root is not None:
-        pairs["base root"] = (manifest.base_root, said.parent_root or "")
-    for what, (found, recorded) in pairs.items():
-        if found != recorded:
-            raise VerifyError(
-                f"version {version.uid}: {what} {found} in the manifest, {recorded} on record"
-            )

@@ -1,10 +1,12 @@
 """Tensors into arenas: copied, described, or taken out of live memory at the last moment."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from paceline.refit.errors import StagingError
 from paceline.refit.model import StagedWeightVersionShardData
 from paceline.refit.staging.host import Arena
 from paceline.refit.staging.shadow import Change
@@ -12,10 +14,23 @@ from paceline.refit.staging.shard import Capture, ShardLayout, StagedBuffers, de
 from paceline.refit.staging.torch_bytes import WORD_DTYPES, is_host_block
 
 
+class Readable(Protocol):
+    """Tensors by name, some of which are made when they are read."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """All there are, of the right dtype and shape."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return what one holds now."""
+        ...
+
+
 def copy_into(
     arena: Arena,
     layout: ShardLayout,
-    tensors: Mapping[str, torch.Tensor],
+    source: Readable,
     *,
     without: Collection[str] = (),
 ) -> None:
@@ -28,9 +43,9 @@ def copy_into(
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
     with torch.no_grad():
         for item in layout.tensors:
-            tensor = tensors.get(item.name)
-            if tensor is None or item.name in without:
+            if item.name not in source.tensors or item.name in without:
                 continue
+            tensor = source.read(item.name)
             raw = whole[item.offset : item.offset + item.num_bytes]
             dtype = WORD_DTYPES[item.dtype]
             if tensor.dtype == dtype and is_host_block(tensor):
@@ -38,6 +53,23 @@ def copy_into(
                 np.copyto(raw.numpy(), flat.numpy())
             else:
                 raw.view(dtype).view(item.shape).copy_(tensor, non_blocking=True)
+
+
+def check_narrowed(arena: Arena, layout: ShardLayout, names: Collection[str]) -> None:
+    """Refuse weights that did not fit into the smaller range of the dtype they are sent in.
+
+    Raises:
+        StagingError: one is not finite any more, or never was.
+    """
+    whole = torch.frombuffer(arena.data, dtype=torch.uint8)
+    for item in layout.tensors:
+        if item.name in names:
+            raw = whole[item.offset : item.offset + item.num_bytes]
+            if not bool(raw.view(WORD_DTYPES[item.dtype]).float().isfinite().all()):
+                raise StagingError(
+                    f"tensor {item.name!r} has weights that {item.dtype} cannot hold: keep it, or "
+                    "round it to BF16"
+                )
 
 
 def described(arena: Arena, layout: ShardLayout, change: Change | None) -> Capture:

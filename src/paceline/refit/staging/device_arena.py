@@ -27,6 +27,10 @@ class DeviceArena:
     tensors: Mapping[str, torch.Tensor]
     """Dense, in the dtypes that are sent; each on the device of its original."""
 
+    def read(self, name: str) -> torch.Tensor:
+        """Return one."""
+        return self.tensors[name]
+
 
 class DeviceRing:
     """A fixed number of device arenas. Safe from several threads; memory is kept."""

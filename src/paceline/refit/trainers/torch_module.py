@@ -5,6 +5,7 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 ``wire_dtypes`` asks for it, and integers never are.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,13 @@ from paceline.refit.model import (
     TrainerStagingMode,
     WeightPayloadFormat,
 )
-from paceline.refit.staging.capturing import buffers_of, copied_objects, copy_into, described
+from paceline.refit.staging.capturing import (
+    buffers_of,
+    check_narrowed,
+    copied_objects,
+    copy_into,
+    described,
+)
 from paceline.refit.staging.checkpoint import checkpoint_of, checkpoint_shard
 from paceline.refit.staging.device_arena import DeviceArena
 from paceline.refit.staging.host import Arena, ArenaRing
@@ -40,9 +47,12 @@ from paceline.refit.staging.shard import (
     full_shard_in_place,
 )
 from paceline.refit.staging.torch_bytes import byte_view, copies_made, host_block, is_host_block
-from paceline.refit.trainers.exporting import Exported, Exporter, collect
-from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
+from paceline.refit.trainers.dtypes import Sent, WireDtypes, summarise
+from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
+from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
+
+log = logging.getLogger(__name__)
 
 DELTA, CHECKPOINT = WeightPayloadFormat.XOR_DELTA, WeightPayloadFormat.FULL_HF_CHECKPOINT
 IN_PLACE, ON_DEVICE = TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_DEVICE
@@ -91,7 +101,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         clock: Clock,
         rank: int = 0,
         transport: str = "http",
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         arenas: int = 4,
         arena_wait_s: float = 0.0,
         quantise: Quantise | None = None,
@@ -107,7 +117,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             rank: global rank of this process, part of the slot's name.
             transport: name of the transport that will serve the bytes.
             wire_dtypes: glob over tensor names -> dtype word that floating-point tensors are
-                rounded to (nearest, ties to even); the first match counts.
+                rounded to (nearest, ties to even), the first match counts; or a whole policy.
             arenas: copies of the weights in host memory: the base, the one being captured, the
                 newest anchor, and one for readers that are slow.
             arena_wait_s: how long staging waits for a free arena before it refuses.
@@ -123,9 +133,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
-        self._exporter = Exporter(
-            source_slot_id=self._slot, wire_dtypes=wire_dtypes or {}, quantise=quantise
-        )
+        self._exporter = Exporter(wire_dtypes=wire_dtypes, quantise=quantise)
         self._link = link
         self._ring = ArenaRing(
             capacity=arenas, clock=clock, wait_s=arena_wait_s, allocate=host_block
@@ -133,6 +141,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._shadow = DeviceShadow(clock=clock, pick=device_loops, copies=device_copies)
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
+        self._sent: tuple[Sent, ...] = ()
+        self._narrowed: frozenset[str] = frozenset()
         self._layout: ShardLayout | None = None
         self._base: Capture | None = None
         self._base_on_device: DeviceArena | None = None
@@ -143,6 +153,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
     def source_slot_id(self) -> str:
         """``publisher:global-rank:<rank>``."""
         return self._slot
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """How every bound tensor travels: what is rounded to what, and which rule says so."""
+        return self._sent
 
     @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
@@ -167,7 +182,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._exporter.plan(self._exporter.export(tensors))
+        exported = self._exporter.export(self._collect(tensors))
+        self._layout = self._exporter.plan(exported, source_slot_id=self._slot)
+        self._sent = self._exporter.report(exported)
+        self._narrowed = frozenset(row.name for row in self._sent if row.is_narrowed)
+        log.info("on the wire: %s", summarise(self._sent))
         self._bound = tensors
         return self._slot
 
@@ -214,7 +233,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             StagingError: their layout moved, or a device has no room.
         """
         self._check(staging_mode, payload_format)
-        exported = self._exporter.export(self._bound)
+        exported = self._exporter.export(self._collect(self._bound))
         layout = self._check_layout(exported)
         if staging_mode is IN_PLACE:
             self._guard.hold()
@@ -223,11 +242,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         device = None
         try:
             if staging_mode is ON_DEVICE:
-                device = self._shadow.capture(layout, exported.tensors)
+                device = self._shadow.capture(layout, exported.at_hand)
             elif payload_format is DELTA:
-                device = self._shadow.capture_comparable(layout, exported.tensors)
+                device = self._shadow.capture_comparable(layout, exported.at_hand)
             kept = {} if device is None else device.tensors
-            copy_into(arena, layout, exported.tensors, without=kept.keys())
+            copy_into(arena, layout, exported, without=kept.keys())
             devices = {item.device for item in exported.tensors.values()}
             made = copies_made(devices)
         except BaseException:
@@ -384,7 +403,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
                 before = self._base_on_device
                 change = self._shadow.find(base, before, device, arena, link=self._link)
             there = () if change is None else change.encoded.keys()
-            copy_into(arena, captured.layout, device.tensors, without=there)
+            copy_into(arena, captured.layout, device, without=there)
+        check_narrowed(arena, captured.layout, self._narrowed)
         capture = described(arena, captured.layout, change)
         if base is not None:
             found = {} if change is None else change.encoded
@@ -397,12 +417,16 @@ class TorchModuleTrainer(TrainerEngineAdapter):
 
     def _check_layout(self, exported: Exported) -> ShardLayout:
         assert self._layout is not None  # noqa: S101 - bound, or the check before has refused
-        if self._exporter.plan(exported) != self._layout:
+        if self._exporter.plan(exported, source_slot_id=self._slot) != self._layout:
             raise StagingError(
                 "names, shapes, dtypes or ties of the tensors changed since they were bound; "
                 "a run keeps its layout, start a new one"
             )
         return self._layout
+
+    def _collect(self, source: Any) -> Collected:
+        """Return what of the source this process publishes."""
+        return collect_plain(source)
 
     def _stage_in_place(
         self, layout: ShardLayout, payload_format: WeightPayloadFormat
@@ -419,10 +443,12 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._remember(staged, record, fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
-        return {name: _view(name, tensor) for name, tensor in collect(self._bound)[0].items()}
+        return {
+            name: _view(name, tensor) for name, tensor in self._collect(self._bound).tensors.items()
+        }
 
     def _versions(self) -> tuple[tuple[str, int, int], ...]:
-        tensors = collect(self._bound)[0]
+        tensors = self._collect(self._bound).tensors
         return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
 
     def _remember(

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.refit.apply import StagedInstall, TensorWrite
+from paceline.refit.apply import StagedInstall
 from paceline.refit.delta.order import Positions, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.model import TensorBuffer, TensorEntry
 from paceline.refit.staging.torch_bytes import WORD_DTYPES
+from paceline.refit.writing import TensorWrite
 
 Changes = Mapping[str, Positions | None]
 """Tensor -> which elements change, None for all."""
