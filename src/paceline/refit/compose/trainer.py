@@ -66,6 +66,10 @@ class RunSettings:
     """Where its first process listens, the others of one machine behind it; 0 is any."""
     local_rank: int = 0
     """Which process of its machine it is."""
+    world_size: int = 1
+    """How many processes train together, as torchrun says."""
+    incarnation: str = ""
+    """What torchrun calls this start of all of them."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -90,7 +94,11 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
+    return RunSettings(
+        **given,
+        incarnation="/".join(environ[name] for name in _INCARNATION if name in environ),
+        data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]),
+    )
 
 
 def _number(text: str) -> int:
@@ -130,6 +138,7 @@ def _member(enum: type[_E], text: str) -> _E:
         raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
 
 
+_INCARNATION = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_RUN_ID": ("run_id", str),
@@ -146,6 +155,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_HOST": ("host", str),
     "PACELINE_PORT": ("port", _number),
     "LOCAL_RANK": ("local_rank", _number),
+    "WORLD_SIZE": ("world_size", _number),
     "PACELINE_OUT": ("out", Path),
     "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
@@ -187,8 +197,13 @@ class TrainerConnection:
         *,
         wire_dtypes: Mapping[str, str] | None = None,
         quantise: "Quantise | None" = None,
+        mesh: object = None,
+        alone: bool = False,
     ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
+
+        Where torchrun started several processes, each of them makes one and publishes its own part
+        of every version; nothing is gathered.
 
         Args:
             tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
@@ -196,6 +211,8 @@ class TrainerConnection:
                 behind bf16 engines. Nothing is cast that is not named here.
             quantise: turns a tensor into the codes and scales that the engines serve, see
                 ``paceline.refit.trainers.quantise``.
+            mesh: the ``DeviceMesh`` of all processes, where no tensor lies on all of it.
+            alone: this process publishes all of the tensors, whatever others there are.
 
         Raises:
             MissingExtraError: torch is not installed.
@@ -213,8 +230,15 @@ class TrainerConnection:
             anchor_every=self.settings.anchor_every,
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
+            incarnation=self.settings.incarnation,
         )
-        made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
+        made = partial(
+            self._trainer,
+            tensors,
+            wire_dtypes=wire_dtypes,
+            quantise=quantise,
+            shared={} if alone or self.settings.world_size == 1 else {"mesh": mesh},
+        )
         if self.settings.format is PublishedFormat.CANONICAL:
             return CanonicalPublisher(
                 control=self._control,
@@ -251,10 +275,12 @@ class TrainerConnection:
         *,
         wire_dtypes: Mapping[str, str] | None,
         quantise: "Quantise | None",
+        shared: Mapping[str, object],
         storage: "Source | None",
     ) -> Any:
         """Return an adapter with the tensors bound. Raises MissingExtraError, ValueError."""
-        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        name = "sharded" if shared else "torch"
+        trainer_class: Any = load_entry(TRAINER_ENGINES, name, port="trainer engine")
         rate = self.settings.link_mbps
         trainer = trainer_class(
             clock=self._clock,
@@ -262,6 +288,7 @@ class TrainerConnection:
             quantise=quantise,
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
             storage=storage,
+            **shared,
         )
         trainer.bind_tensors(tensors)
         return trainer

@@ -41,6 +41,7 @@ from paceline.refit.publisher.checkpoint import place_of_files, show_files
 from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.shelf import VersionShelf
+from paceline.refit.publisher.together import Together, options_of
 from paceline.refit.publisher.values import (
     Notify,
     OwnVersion,
@@ -53,7 +54,12 @@ from paceline.refit.publisher.values import (
     version_uid,
 )
 from paceline.refit.staging.shard import StagedBuffers
-from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
+from paceline.refit.trainers.protocol import (
+    SupportsAnchors,
+    SupportsChain,
+    SupportsSlots,
+    TrainerEngineAdapter,
+)
 from paceline.refit.transports.protocol import SupportsCommits
 
 log = logging.getLogger(__name__)
@@ -91,6 +97,14 @@ class Publisher:
         if not isinstance(trainer, SupportsChain):
             raise TypeError("the trainer adapter must sign SupportsChain")
         self._control = control
+        self._slot = trainer.source_slot_id
+        self._slots = trainer.expected_source_slots if isinstance(trainer, SupportsSlots) else ()
+        self._together: Together | None = None
+        if len(self._slots) > 1:
+            options = options_of(options, self._slot)
+            self._together = Together(
+                control=control, clock=clock, options=options, slot=self._slot, slots=self._slots
+            )
         self._trainer = trainer
         self._chain: SupportsChain = trainer
         self._source = source
@@ -99,7 +113,6 @@ class Publisher:
         self._notify = notify
         self._stopped = threading.Event()
         self._wait = options.heartbeat_wait or self._stopped.wait
-        self._slot = trainer.source_slot_id
         self._shelf = VersionShelf(
             control=control,
             chain=trainer,
@@ -140,10 +153,13 @@ class Publisher:
             ControlError: the control service does not answer in time, or refuses.
         """
         self._persist(self._register)
-        found = self._persist(lambda: self._control.list_versions(self._options.model_name))
-        self._next_sequence = 1 + max(
-            (sequence_of(version.uid, self._options.run_id) for version in found), default=-1
-        )
+        if self._together is not None:
+            self._together.start()  # which sequence comes next is agreed on at each version
+        else:
+            found = self._persist(lambda: self._control.list_versions(self._options.model_name))
+            self._next_sequence = 1 + max(
+                (sequence_of(version.uid, self._options.run_id) for version in found), default=-1
+            )
         self._thread = threading.Thread(target=self._beat, name="paceline-publisher", daemon=True)
         self._thread.start()
 
@@ -159,10 +175,9 @@ class Publisher:
             raise PublishError("the publisher is not running: call start() first")
         started = self._clock.monotonic()
         self._shelf.release()
-        sequence = self._next_sequence
-        self._next_sequence += 1
+        sequence, needs_full = self._take_turn(step)
         wanted = self._options.payload_format
-        needs_full = self._needs_full and wanted is WeightPayloadFormat.XOR_DELTA
+        needs_full = needs_full and wanted is WeightPayloadFormat.XOR_DELTA
         staged = self._stage(WeightPayloadFormat.FULL_TENSOR if needs_full else wanted)
         uid = version_uid(self._options.run_id, sequence)
         version = self._version(uid, staged, sequence=sequence, step=step)
@@ -178,7 +193,7 @@ class Publisher:
             version_id=uid,
             sequence=sequence,
             step=step,
-            root_digest=version.description.root_digest,
+            root_digest=version.root_digest,
             payload_format=version.buffers.manifest.payload_format,
             payload_bytes=version.buffers.payload_bytes,
             full_bytes=version.buffers.full_bytes,
@@ -244,6 +259,20 @@ class Publisher:
         self._stopped.set()
         self._thread.join(self._options.close_wait_s)
         self._shelf.cut_off()
+
+    def _take_turn(self, step: int) -> tuple[int, bool]:
+        """Return the sequence of what is published now, and whether it must be full."""
+        sequence, needs_full = self._next_sequence, self._needs_full
+        if self._together is not None:
+            turn = self._together.agree(
+                step=step,
+                after=sequence - 1,
+                head_uid=None if self._head is None else self._head.uid,
+                needs_full=needs_full,
+            )
+            sequence, needs_full = turn.sequence, turn.is_full
+        self._next_sequence = sequence + 1
+        return sequence, needs_full
 
     @property
     def _is_in_place(self) -> bool:
@@ -321,6 +350,15 @@ class Publisher:
         self._shelf.keep(version)
 
     def _create(self, version: OwnVersion) -> None:
+        request = self._request(version)
+        try:
+            self._persist(lambda: self._control.create_version(request))
+        except (NotFoundError, PreconditionError):
+            # The control service lost the base or released it: only a full version goes on.
+            self._needs_full = True
+            raise
+
+    def _request(self, version: OwnVersion) -> VersionRequest:
         request = VersionRequest(
             model_name=self._options.model_name,
             idempotency_key=version.uid,
@@ -330,19 +368,16 @@ class Publisher:
             object_storage=place_of_files(self._source, version),
             uid=version.uid,
         )
-        try:
-            self._persist(lambda: self._control.create_version(request))
-        except (NotFoundError, PreconditionError):
-            # The control service lost the base or released it: only a full version goes on.
-            self._needs_full = True
-            raise
+        if self._together is None:
+            return request
+        return self._together.request(request, step=version.description.step)
 
     def _advertise(self, version: OwnVersion) -> None:
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
-        self._persist(lambda: self._control.describe_version(version.uid, version.description))
+        self._describe(version)
         shard = Shard(
             version_id=version.uid,
             source_slot_id=self._slot,
@@ -354,16 +389,31 @@ class Publisher:
         )
         version.is_advertised = True
         state = self._persist(lambda: self._control.create_shard(shard)).state
-        if state is not VersionState.READY:
+        is_last = state is VersionState.READY
+        if self._together is not None:
+            self._together.wait_ready(version.uid)
+            found = self._persist(lambda: self._control.get_version(version.uid)).description
+            version.version_root = "" if found is None else found.root_digest
+        elif not is_last:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
-        self._commit(version, shard)
+        if is_last:
+            self._commit(version)
 
-    def _commit(self, version: OwnVersion, shard: Shard) -> None:
+    def _describe(self, version: OwnVersion) -> None:
+        slot = None if self._together is None else self._slot
+        self._persist(
+            lambda: self._control.describe_version(
+                version.uid, version.description, source_slot_id=slot
+            )
+        )
+
+    def _commit(self, version: OwnVersion) -> None:
         """Tell those who only see the source; a failure is made up for by the next commit."""
         if isinstance(self._source, SupportsCommits):
             ready = self._persist(lambda: self._control.get_version(version.uid))
+            shards = self._persist(lambda: self._control.list_shards(version.uid))
             try:
-                self._source.commit_version(ready, [shard])
+                self._source.commit_version(ready, shards)
             except PublishError as exc:
                 log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
 
@@ -374,6 +424,8 @@ class Publisher:
         the version leaves like any other, once no lease lives, and a full version follows for
         engines that installed it.
         """
+        # The others of several processes may hold another base by now: all of them start anew.
+        self._needs_full |= self._together is not None
         if version.is_advertised:
             self._needs_anchor = True
         else:
@@ -445,7 +497,7 @@ class Publisher:
             return False
         uid = report.version_id
         is_elsewhere = uid != "" and sequence_of(uid, self._options.run_id) < 0
-        return is_elsewhere or report.root_digest == head.description.root_digest
+        return is_elsewhere or report.root_digest == head.root_digest
 
     def _register(self) -> None:
         self._control.register_worker(
