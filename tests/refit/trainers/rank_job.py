@@ -92,7 +92,10 @@ def ddp() -> Built:
 
 def fsdp1() -> Built:
     policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, use_orig_params=True), None
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(
+        Net(), auto_wrap_policy=policy, use_orig_params=True, device_id=cpu
+    ), None
 
 
 def fsdp2() -> Built:

@@ -66,8 +66,8 @@ class RunSettings:
     """Where its first process listens, the others of one machine behind it; 0 is any."""
     local_rank: int = 0
     """Which process of its machine it is."""
-    world_size: int = 1
-    """How many processes train together, as torchrun says."""
+    world_size: int = 0
+    """How many processes train together, as torchrun says; 0: it did not start this one."""
     incarnation: str = ""
     """What torchrun calls this start of all of them."""
     out: Path = Path("out")
@@ -237,9 +237,13 @@ class TrainerConnection:
             tensors,
             wire_dtypes=wire_dtypes,
             quantise=quantise,
-            shared={} if alone or self.settings.world_size == 1 else {"mesh": mesh},
+            shared={} if alone or not self.settings.world_size else {"mesh": mesh},
         )
         if self.settings.format is PublishedFormat.CANONICAL:
+            if self.settings.world_size > 1 and not alone:
+                raise UsageError(
+                    "canonical versions have one source: publish from one process, with alone=True"
+                )
             return CanonicalPublisher(
                 control=self._control,
                 trainer=made(storage=None),
