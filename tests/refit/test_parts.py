@@ -12,7 +12,7 @@ from paceline.refit.delta.codec import REFERENCE
 from paceline.refit.digest import root_digest, version_root
 from paceline.refit.errors import ApplyError, VerifyError
 from paceline.refit.generators.vllm.mirror import MemoryJournal
-from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.manifest.v1 import Manifest, Scheme
 from paceline.refit.model import Region, TensorBuffer
 from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.testing.payloads import delta_payload, full_payload
@@ -66,7 +66,9 @@ def part(weights: State, name: str, cut: tuple[tuple[int, ...], tuple[int, ...]]
     return TensorBuffer(name=name, dtype="U16", shape=shape, data=raw)
 
 
-def shards(new: State, cuts: str, *, base: State | None = None) -> list[FetchedShard]:
+def shards(
+    new: State, cuts: str, *, base: State | None = None, scheme: Scheme | None = None
+) -> list[FetchedShard]:
     """A version as its slots publish it; a delta if there is a base."""
     found = []
     for index, own in enumerate(CUTS[cuts]):
@@ -75,7 +77,8 @@ def shards(new: State, cuts: str, *, base: State | None = None) -> list[FetchedS
             manifest, data = full_payload(parts.values())
         else:
             before = {name: part(base, name, cut) for name, cut in own.items()}
-            manifest, data = delta_payload(before, parts)
+            schemes = {} if scheme is None else dict.fromkeys(parts, scheme)
+            manifest, data = delta_payload(before, parts, scheme_of=schemes)
             said = root_digest(cut_entries(manifest_of(before), own))
             manifest = replace(manifest, base_root=said)
         entries = cut_entries(manifest, own)
@@ -134,9 +137,10 @@ def test_full_and_then_a_delta(cuts: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", sorted(CUTS))
+@pytest.mark.parametrize("scheme", [None, Scheme.XOR, Scheme.DENSE])
 @pytest.mark.parametrize("journaled", [False, True])
 def test_a_failure_in_the_middle_leaves_the_old_weights(
-    cuts: str, journaled: bool, monkeypatch: pytest.MonkeyPatch
+    cuts: str, scheme: Scheme | None, journaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last store fails, after all the others: nothing of the version is left."""
     first = state(1)
@@ -145,7 +149,8 @@ def test_a_failure_in_the_middle_leaves_the_old_weights(
     staged = stage_shards(shards(first, cuts), live=live, aliases={}, base=None)
     write_install(staged)
     base = {entry.key: entry for entry in staged.entries}
-    staged = stage_shards(shards(second, cuts, base=first), live=live, aliases={}, base=base)
+    delta = shards(second, cuts, base=first, scheme=scheme)
+    staged = stage_shards(delta, live=live, aliases={}, base=base)
     journal = MemoryJournal() if journaled else None
     broken = RuntimeError("the memory is gone")
     tools = REFERENCE
@@ -174,7 +179,7 @@ def failing_after_all(error: Exception) -> Any:
 
 def once_failing(write: Any, which: Any, error: Exception) -> Any:
     """Let one scatter write half of itself, and raise, the first time."""
-    calls = []
+    calls: list[Any] = []
 
     def fail(self: Any) -> None:
         if self is which and not calls:
