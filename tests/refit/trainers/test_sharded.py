@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.waiting import wait_until
 from paceline.refit.generators.protocol import EngineConfig
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.model import TensorBuffer, WeightPayloadFormat
+from paceline.refit.model import TensorBuffer, VersionState, WeightPayloadFormat
+from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
+from paceline.testing.fakes.control import LoopbackControl
 from paceline.testing.fakes.generator import FakeGenerator
+from paceline.testing.ranks import run_environment, start_ranks
 from paceline.testing.tiny_model import write_tiny_qwen3
 from refit.trainers.torchrun import Job, torchrun
 
@@ -75,6 +79,43 @@ def test_four_ranks(tmp_path: Path) -> None:
         for layout in layouts:
             check_layout_of(job, layout, slots=4)
         job.end()
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_is_killed(tmp_path: Path) -> None:
+    """While the others wait for it: they are told, and the next version follows a restart."""
+    control = LoopbackControl(MemoryStore(clock=system_clock()))
+    environment = run_environment(tmp_path, control)
+    everybody = range(4)
+    with start_ranks(tmp_path, environment, ranks=4, incarnation="1") as ranks:
+        ranks.go(0, *everybody)
+        first = ranks.ended(0, *everybody)
+        assert {each["version"] for each in first.values()} == {"run-000000"}
+        ranks.go(1, 0, 1, 3)
+        wait_until(
+            lambda: covered_slots(control, "run-000001") == 3,
+            what="three slots of four",
+            clock=system_clock(),
+            timeout_s=60,
+            interval_s=0.02,
+        )
+        ranks.kill(2)
+        for ended in ranks.ended(1, 0, 1, 3).values():
+            assert "rank2-of-4" in str(ended["error"]) or "given up" in str(ended["error"])
+    assert control.ledger.get_version("run-000001").state is VersionState.RELEASING
+    with start_ranks(tmp_path, environment, ranks=4, incarnation="2") as ranks:
+        ranks.go(0, *everybody)
+        for ended in ranks.ended(0, *everybody).values():
+            assert (ended["version"], ended["format"]) == ("run-000002", "FULL_TENSOR")
+    assert control.ledger.get_version("run-000002").state is VersionState.READY
+    control.stop()
+
+
+def covered_slots(control: LoopbackControl, uid: str) -> int:
+    """How many slots of a version are in; 0 before there is one."""
+    if uid not in {version.uid for version in control.ledger.list_versions("m")}:
+        return 0
+    return len(control.ledger.list_shards(uid))
 
 
 @pytest.mark.slow

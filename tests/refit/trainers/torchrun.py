@@ -11,8 +11,6 @@ import torch
 
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
-from paceline.refit.compose.keys import create_run_keys
-from paceline.refit.control import auth
 from paceline.refit.control.auth import TokenRole
 from paceline.refit.generators.protocol import GeneratorEngineAdapter
 from paceline.refit.manifest.signature import verify_key
@@ -21,11 +19,10 @@ from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.staging.torch_bytes import DTYPE_WORDS
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.store.memory import MemoryStore
-from paceline.system import chance, environ, system_clock
-from paceline.testing.fakes.control import TOKENS, LoopbackControl
+from paceline.system import chance, system_clock
+from paceline.testing.fakes.control import LoopbackControl
+from paceline.testing.ranks import DATA_TOKEN, run_environment, verify_key_of
 
-DATA_TOKEN = TOKENS[TokenRole.READER]
-"""Any text will do."""
 JOB = Path(__file__).with_name("rank_job.py")
 DEADLINE_S = 120.0
 LOOK_S = 0.05
@@ -118,30 +115,13 @@ def tensor_bytes(value: torch.Tensor) -> bytes:
 def torchrun(folder: Path, layouts: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """Start a job of so many ranks; it is ended afterwards, whatever became of it."""
     control = LoopbackControl(MemoryStore(clock=system_clock()))
-    keys = create_run_keys(folder / "keys")
-    credentials = {
-        "role": "trainer",
-        "control_token": TOKENS[TokenRole.TRAINER],
-        "data_token": DATA_TOKEN,
-        "signing_key": keys.signing_key,
-        "verify_key": keys.verify_key,
-    }
-    auth.write_private_json(folder / "credentials", credentials)
-    environment = {
-        **environ(),
-        "PACELINE_RUN_ID": "run",
-        "PACELINE_MODEL": "m",
-        "PACELINE_CONTROL": control.address,
-        "PACELINE_CREDENTIALS": str(folder / "credentials"),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environment = run_environment(folder, control)
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     argv += [f"--nproc-per-node={ranks}", str(JOB), str(folder), ",".join(layouts)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment)
     try:
-        yield Job(folder=folder, control=control, process=process, verify_key=keys.verify_key)
+        yield Job(folder=folder, control=control, process=process, verify_key=verify_key_of(folder))
     finally:
         if process.poll() is None:
             process.terminate()
