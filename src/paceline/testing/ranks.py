@@ -1,5 +1,6 @@
-"""Ranks of a trainer as processes of their own, beside a control service: without an agent that
-would end the others when one is gone.
+"""Ranks of a trainer as processes of their own, beside a control service.
+
+No agent is above them that would end the others when one is gone.
 """
 
 import json

@@ -110,7 +110,7 @@ def test_other_bytes_and_too_much_are_refused(slots: list[SlotSource]) -> None:
     with pytest.raises(VerifyError, match="nobody has byte"):
         read_wants(wants, slots[1:], bytes_max=2**20)
     item = slots[0].manifest.objects[0]
-    lied = replace(item, chunk_sha256=("0" * 64, *item.chunk_sha256[1:]))
+    lied = replace(item, chunk_sha256=("0" * 64,) * len(item.chunk_sha256))
     slots[0] = replace(slots[0], manifest=replace(slots[0].manifest, objects=(lied,)))
-    with pytest.raises((VerifyError, FetchError), match="SHA-256|hash"):
+    with pytest.raises((VerifyError, FetchError), match="chunk"):
         read_wants(wants, slots, bytes_max=2**20)

@@ -80,10 +80,11 @@ def _parallel(net: Net, mesh: DeviceMesh) -> Net:
     return net
 
 
-def _fully_sharded(net: Net, mesh: DeviceMesh) -> Net:
+def _fully_sharded(net: Net, mesh: DeviceMesh) -> torch.nn.Module:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
 
 
 def ddp() -> Built:
@@ -138,7 +139,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     ids = torch.randint(0, 40, (2, 5), generator=generator)
     out: Any = model(ids)
     logits = getattr(out, "logits", out)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    loss: Any = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -192,7 +194,10 @@ def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    builders = {**LAYOUTS, "qwen3_fsdp2": functools.partial(qwen3_fsdp2, folder / "model")}
+    builders: dict[str, Callable[[], Built]] = {
+        **LAYOUTS,
+        "qwen3_fsdp2": functools.partial(qwen3_fsdp2, folder / "model"),
+    }
     for name in names:
         publish_all(folder, name, builders[name])
         distributed.barrier()
