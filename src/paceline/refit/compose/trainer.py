@@ -73,6 +73,8 @@ class RunSettings:
     """Which process of its machine it is."""
     world_size: int = 0
     """How many processes train together, as torchrun says; 0: it did not start this one."""
+    incarnation: str = ""
+    """What torchrun calls this start of all of them."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -97,7 +99,11 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
+    return RunSettings(
+        **given,
+        incarnation="/".join(environ[name] for name in _INCARNATION if name in environ),
+        data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]),
+    )
 
 
 def _number(text: str) -> int:
@@ -125,6 +131,7 @@ def _member(enum: type[_E], text: str) -> _E:
         raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
 
 
+_INCARNATION = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_RUN_ID": ("run_id", str),
@@ -229,6 +236,7 @@ class TrainerConnection:
             when_unproven=self.settings.when_unproven,
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
+            incarnation=self.settings.incarnation,
         )
         engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
         if engine == "sharded":

@@ -19,9 +19,9 @@ from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.manifest.signature import Trust, parse_signed
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import Replica, Shard
+from paceline.refit.model import ObjectRange, Replica, Shard
 from paceline.refit.receiver.attempt import Attempt, Target, Tools
-from paceline.refit.receiver.pieces import Piece, pieces_of, windows_of
+from paceline.refit.receiver.pieces import Piece, chunk_pieces, pieces_of, windows_of
 from paceline.refit.receiver.spool import Spool
 from paceline.refit.receiver.spread import Order, Spread
 from paceline.refit.receiver.watch import Watch, WatchRules
@@ -157,6 +157,43 @@ class Fetcher:
             for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
                 self._fetch_window(tools, _targets(window, objects), endpoints)
         return {object_id: data.toreadonly() for object_id, data in objects.items()}
+
+    def fetch_chunks(
+        self,
+        manifest: Manifest,
+        sources: Sequence[Shard],
+        wanted: Mapping[str, frozenset[int]],
+        take: Callable[[ObjectRange, memoryview], None],
+    ) -> int:
+        """Read some chunks of a manifest's objects, by object; hand each over once it is proven.
+
+        Memory is one window, whatever the objects' sizes. Reads from the advertised sources alone.
+
+        Returns:
+            How many bytes were read.
+
+        Raises:
+            FetchError: no source gave a chunk.
+            VerifyError: one has another hash.
+        """
+        pieces = list(chunk_pieces(manifest, wanted))
+        endpoints = self._endpoints(sources)
+        with ThreadPoolExecutor(min(_CHECKERS_MAX, os.cpu_count() or 1)) as checker:
+            tools = Tools(
+                reader=self._reader,
+                clock=self._parts.clock,
+                checker=checker,
+                on_record=self._parts.on_record,
+            )
+            for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
+                held = {
+                    index: (piece, memoryview(bytearray(piece.wanted.size)))
+                    for index, piece in enumerate(window)
+                }
+                self._fetch_window(tools, held, endpoints)
+                for piece, data in held.values():
+                    take(piece.wanted, data)
+        return sum(piece.wanted.size for piece in pieces)
 
     def _endpoints(self, sources: Sequence[Shard]) -> Sequence[str]:
         """Return where the sources serve; one that cannot be read from here is left out."""
