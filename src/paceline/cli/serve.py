@@ -109,6 +109,12 @@ CRASH_LOOK_S = 0.5
     help="How versions call tensors: as the trainer's state_dict does, or as files do.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(["auto", "once", "twice"]),
+    default="auto",
+    help="How often weights are held; twice, where memory allows it, makes updates pause nothing.",
+)
+@click.option(
     "--engine-url",
     "url",
     envvar="PACELINE_ENGINE_URL",
@@ -146,6 +152,7 @@ def serve(**options: Any) -> int:
         "max_waiting",
         "reproducible",
         "names",
+        "weights",
         "url",
         "key_file",
     )

@@ -40,9 +40,9 @@ def run(model_dir: Path) -> MemoryRun:
     return MemoryRun(model_dir)
 
 
-@pytest.fixture
-def follower(run: MemoryRun) -> Iterator[Follower]:
-    made = Follower(run, "g-0")
+@pytest.fixture(params=["once", "twice"])
+def follower(run: MemoryRun, request: pytest.FixtureRequest) -> Iterator[Follower]:
+    made = Follower(run, "g-0", weights=request.param)
     yield made
     made.close()
 
@@ -161,7 +161,7 @@ class TestWhen:
             inside.set()
             leave.wait(30)
 
-        handle = follower.engine._loaded.model.register_forward_pre_hook(hold)
+        handle = follower.engine._sets._sets[0].model.register_forward_pre_hook(hold)
         future = follower.gate.submit(PROMPTS[2], GREEDY)
         assert inside.wait(30)
         updating = threading.Thread(target=follower.settle)

@@ -36,8 +36,8 @@ class GeneratorEngineAdapter(Protocol):
     def live_tensors(self) -> Mapping[str, TensorBuffer]:
         """Return every distinct tensor by canonical name, as writable views of the live bytes.
 
-        The same memory each time, for the life of the engine. Tied names appear once, see
-        ``tensor_aliases``.
+        The same memory each time, for the life of the engine, or until its two sets of weights
+        are exchanged (``SupportsSpareWeights``). Tied names appear once, see ``tensor_aliases``.
         """
         ...
 
@@ -80,6 +80,40 @@ class SupportsDeviceTensors(Protocol):
         ...
 
 
+class SpareWeights(Protocol):
+    """A second set of an engine's weights, which no pass reads."""
+
+    def tensors(self) -> Mapping[str, TensorBuffer]:
+        """Return writable views of the set that is not live now, named as ``live_tensors``."""
+        ...
+
+    def exchange(self) -> None:
+        """Make this set the live one and the live one the spare, in one step.
+
+        Called inside a safe point; takes no longer for a larger model, and cannot fail half-way.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSpareWeights(Protocol):
+    """An engine that may hold its weights twice.
+
+    Then the receiver writes and proves a version in the spare set while the engine serves, and all
+    that is left for the safe point is to exchange the two. ``live_tensors`` are the same memory
+    until then.
+    """
+
+    def spare_weights(self) -> SpareWeights | None:
+        """Return the second set; None where weights are held once. The same for life."""
+        ...
+
+
+def spare_of(engine: "GeneratorEngineAdapter") -> SpareWeights | None:
+    """Return an engine's second set of weights, if it has one."""
+    return engine.spare_weights() if isinstance(engine, SupportsSpareWeights) else None
+
+
 class EngineState(StrEnum):
     """What a rollout engine tells whoever wants to send it work."""
 
@@ -105,6 +139,9 @@ class EngineHealth:
 
 THREADS_MAX = 1024
 """More than any machine has cores; the math library ends the process when it cannot start them."""
+
+WEIGHTS = ("auto", "once", "twice")
+"""How often an engine may be told to hold its weights."""
 
 TEMPERATURE_MIN = 1e-5
 """Below it logits divided by it leave float32, and one request's NaN would cost its whole batch."""
@@ -181,6 +218,11 @@ class EngineConfig:
     names: str = "memory"
     """How versions call tensors: ``memory``, as the trainer's own ``state_dict`` does, or
     ``checkpoint``, as files do, which have a tensor for each expert of a mixture."""
+    weights: str = "auto"
+    """How often they are held: ``once``; ``twice``, so that an update pauses the engine for
+    microseconds; ``auto`` is twice where ``memory_bytes`` allow it."""
+    memory_bytes: int = 0
+    """What this process may still take, for ``auto``; 0 is unknown."""
     url: str = ""
     """Of a server that runs already, for engines that drive one."""
     key_file: Path | None = None
@@ -190,6 +232,8 @@ class EngineConfig:
         for field in ("threads", "max_batch", "max_waiting"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} must be at least 1")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"weights is {self.weights!r}; it can be {', '.join(WEIGHTS)}")
         if self.threads > THREADS_MAX:
             raise UsageError(f"threads must be at most {THREADS_MAX}")
 
@@ -307,6 +351,21 @@ class SaysHowProven(Protocol):
 def proof_of(engine: GeneratorEngineAdapter) -> str:
     """Return the word for how an engine's weights are proven."""
     return engine.proof if isinstance(engine, SaysHowProven) else PROVEN
+
+
+@runtime_checkable
+class SaysHowHeld(Protocol):
+    """An engine that can say how often it holds its weights."""
+
+    @property
+    def weights_held(self) -> str:
+        """Return ``once`` or ``twice``."""
+        ...
+
+
+def held_of(engine: GeneratorEngineAdapter) -> str:
+    """Return how often an engine holds its weights; empty where it cannot say."""
+    return engine.weights_held if isinstance(engine, SaysHowHeld) else ""
 
 
 @runtime_checkable

@@ -20,14 +20,16 @@ from paceline.refit.generators.protocol import (
     GeneratorEngineAdapter,
     InstalledVersion,
     SupportsDeviceTensors,
+    spare_of,
 )
-from paceline.refit.kernels.registry import process_tools
+from paceline.refit.kernels.registry import process_tools, warm_loops
 from paceline.refit.manifest.signature import Trust, statement_of
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.receiver.spare import SpareSet
 from paceline.refit.receiver.spread import Spread
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
@@ -128,6 +130,7 @@ class Installer:
         self._limits = limits
         self._prepare = prepare
         self._tools = process_tools()
+        self._spare = self._spare_set()
         self._since_whole_check = 0
         self._transfers: list[TransferRecord] = []
 
@@ -165,18 +168,20 @@ class Installer:
                 between_reads()
 
             checks = self._next_checks(base)
-            staged, fetched_bytes = self._stage(
-                version, base=base, checks=checks, keep_alive=keep_alive
-            )
+            try:
+                staged, fetched_bytes = self._stage(
+                    version, base=base, checks=checks, keep_alive=keep_alive
+                )
+            except VerifyError:
+                if self._spare is not None:
+                    self._spare.forget()  # it may be the spare set that is not what it should be
+                raise
             label = InstalledVersion(
                 version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
             )
-            pause_s = self._engine.at_safe_point(
-                self._writer(staged, base),
-                installed=label,
-                timeout_s=self._limits.safe_point_timeout_s,
-            )
-            self._prove(staged, label, checks)
+            pause_s = self._put_in(staged, base, label, checks)
+        if self._spare is not None:
+            self._spare.follow(staged, whole=checks.whole)
         return Installed(
             version=label,
             entries={entry.name: entry for entry in staged.entries},
@@ -252,7 +257,8 @@ class Installer:
         check_manifest_is_of(manifest, version, slot_id=slot_id)
         if self._prepare is not None:
             self._prepare(manifest)
-        live = self._engine.live_tensors()
+        spare = self._spare
+        live = self._engine.live_tensors() if spare is None else spare.levelled(base)
         live_bytes = sum(len(buffer.data) for buffer in live.values())
         objects = fetcher.fetch_objects(
             manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
@@ -266,6 +272,34 @@ class Installer:
             checks=checks,
         )
         return staged, sum(len(data) for data in objects.values())
+
+    def _spare_set(self) -> SpareSet | None:
+        weights = spare_of(self._engine)
+        if weights is None:
+            return None
+        return SpareSet(weights, live=self._engine.live_tensors, tools=self._tools)
+
+    def _put_in(
+        self,
+        staged: StagedInstall,
+        base: Mapping[str, TensorEntry] | None,
+        label: InstalledVersion,
+        checks: Checks,
+    ) -> float:
+        """Make a staged version what is served, and return how long no pass could start."""
+        if self._spare is not None:
+            _expect_root(self._spare.write(staged, whole=checks.whole), label)
+            write = self._spare.exchange
+        else:
+            for each in staged.writes:
+                warm_loops(each.dtype)
+            write = self._writer(staged, base)
+        pause_s = self._engine.at_safe_point(
+            write, installed=label, timeout_s=self._limits.safe_point_timeout_s
+        )
+        if self._spare is None:
+            self._prove(staged, label, checks)
+        return pause_s
 
     def _writer(
         self, staged: StagedInstall, base: Mapping[str, TensorEntry] | None
@@ -314,6 +348,11 @@ class Installer:
             ) from exc
         if root != label.root_digest:
             raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
+
+
+def _expect_root(root: str, label: InstalledVersion) -> None:
+    if root != label.root_digest:
+        raise VerifyError(f"the weights written have root {root}, not {label.root_digest}")
 
 
 def label_of(version: WeightVersion) -> InstalledVersion:
