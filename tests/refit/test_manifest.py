@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ParseError, ParseReason, VerifyError
+from paceline.refit.manifest.fit import check_layout
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.payload import (
     CHUNK_BYTES,
@@ -25,7 +27,7 @@ from paceline.refit.manifest.payload import (
     verify_object,
 )
 from paceline.refit.manifest.render import render_manifest
-from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.manifest.v1 import Lora, LoraModule, Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
 
@@ -42,6 +44,28 @@ def sample() -> Manifest:
     base = {"a": buffer("a", bytes(100)), "b": buffer("b", b"same")}
     new = {"a": buffer("a", bytes(99) + b"\1"), "b": buffer("b", b"same")}
     return delta_payload(base, new, aliases=[("head", "a")], chunk_bytes=16)[0]
+
+
+def lora_tensor(name: str, shape: tuple[int, ...]) -> TensorBuffer:
+    """A LoRA's tensor of single bytes."""
+    data = memoryview(bytes(math.prod(shape)))
+    return TensorBuffer(name=f"base_model.model.{name}", dtype="U8", shape=shape, data=data)
+
+
+def lora_sample() -> Manifest:
+    """A LoRA of a linear module and of an embedding, of two ranks."""
+    tensors = [
+        lora_tensor("layers.0.q.lora_A.weight", (2, 5)),
+        lora_tensor("layers.0.q.lora_B.weight", (4, 2)),
+        lora_tensor("embed.lora_embedding_A", (3, 9)),
+        lora_tensor("embed.lora_embedding_B", (5, 3)),
+    ]
+    modules = (
+        LoraModule(name="embed", rank=3, alpha="16"),
+        LoraModule(name="layers.0.q", rank=2, alpha="0.5"),
+    )
+    lora = Lora(model_root="ab" * 32, is_rank_stabilised=False, modules=modules)
+    return replace(full_payload(tensors, chunk_bytes=16)[0], lora=lora)
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -86,9 +110,9 @@ def test_flipped_bytes_are_refused(data: st.DataObject) -> None:
         assert render_manifest(parse_manifest(bytes(bad))) == bad
 
 
-def edited(change: Callable[[dict[str, Any]], object]) -> bytes:
+def edited(change: Callable[[dict[str, Any]], object], manifest: Manifest | None = None) -> bytes:
     """The sample with one edit, still written canonically."""
-    document = json.loads(render_manifest(sample()))
+    document = json.loads(render_manifest(manifest or sample()))
     change(document)
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
@@ -291,6 +315,75 @@ def test_vectors() -> None:
             assert refused.value.reason.value == case["error"], case["name"]
         else:
             assert parse_manifest(data).root_digest == case["root_digest"]
+
+
+LORA_EDITS: list[tuple[str, Callable[[dict[str, Any]], object], ParseReason]] = [
+    ("missing key", lambda d: d["lora"].pop("model_root"), R.MISSING_FIELD),
+    ("unknown key", _set("lora.extra", 1), R.UNKNOWN_FIELD),
+    ("null", _set("lora", None), R.WRONG_TYPE),
+    ("flag is a number", _set("lora.is_rank_stabilised", 1), R.WRONG_TYPE),
+    ("root is no digest", _set("lora.model_root", "x"), R.OUT_OF_RANGE),
+    ("no modules", _set("lora.modules", []), R.OUT_OF_RANGE),
+    ("modules not sorted", lambda d: d["lora"]["modules"].reverse(), R.NOT_CANONICAL),
+    ("module twice", _set("lora.modules.1.name", "embed"), R.DUPLICATE_KEY),
+    ("rank of zero", _set("lora.modules.0.rank", 0), R.OUT_OF_RANGE),
+    ("rank is huge", _set("lora.modules.0.rank", 2**20 + 1), R.OUT_OF_RANGE),
+    ("another rank", _set("lora.modules.0.rank", 4), R.INCONSISTENT),
+    ("a tensor of no module", _set("lora.modules.0.name", "a"), R.INCONSISTENT),
+    ("alpha is a number", _set("lora.modules.0.alpha", 16), R.WRONG_TYPE),
+    ("alpha is zero", _set("lora.modules.0.alpha", "0.0"), R.OUT_OF_RANGE),
+    ("alpha is no number", _set("lora.modules.0.alpha", "nan"), R.OUT_OF_RANGE),
+    ("alpha has a sign", _set("lora.modules.0.alpha", "-1"), R.OUT_OF_RANGE),
+    ("alpha with an exponent", _set("lora.modules.0.alpha", "1e3"), R.OUT_OF_RANGE),
+    ("alpha is long", _set("lora.modules.0.alpha", "1" * 21), R.OUT_OF_RANGE),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [pytest.param(*edit[1:], id=edit[0]) for edit in LORA_EDITS]
+)
+def test_a_lora_that_does_not_agree_is_refused(
+    change: Callable[[dict[str, Any]], object], reason: ParseReason
+) -> None:
+    """What a version is a LoRA of is as strict as the rest."""
+    with pytest.raises(ParseError) as refused:
+        parse_manifest(edited(change, lora_sample()))
+    assert refused.value.reason is reason
+
+
+def test_a_lora_says_what_it_is_of() -> None:
+    """It survives the round trip, and tells scales and the room that it needs."""
+    manifest = parse_manifest(render_manifest(lora_sample()))
+    assert manifest == lora_sample()
+    assert manifest.lora is not None
+    assert manifest.lora.rank_max == 3
+    embed, query = manifest.lora.modules
+    assert embed.scale(is_rank_stabilised=False) == 16 / 3
+    assert query.scale(is_rank_stabilised=True) == 0.5 / math.sqrt(2)
+
+
+def test_a_lora_and_a_model_are_not_each_other() -> None:
+    """A whole model's engine refuses a LoRA, a LoRA's engine all but its own kind."""
+    manifest = lora_sample()
+    live = {
+        entry.name: TensorBuffer(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            data=memoryview(bytes(entry.num_bytes)),
+        )
+        for entry in manifest.tensors
+    }
+    assert manifest.lora is not None
+    check_layout(manifest, live, {}, lora=manifest.lora)
+    with pytest.raises(VerifyError, match=r"LoRA alone.*publish merged"):
+        check_layout(manifest, live, {})
+    with pytest.raises(VerifyError, match="takes LoRAs"):
+        check_layout(replace(manifest, lora=None), live, {}, lora=manifest.lora)
+    with pytest.raises(VerifyError, match="other weights"):
+        check_layout(manifest, live, {}, lora=replace(manifest.lora, model_root="cd" * 32))
+    with pytest.raises(VerifyError, match="rank or alpha"):
+        check_layout(manifest, live, {}, lora=replace(manifest.lora, is_rank_stabilised=True))
 
 
 @given(st.integers(0, 2**40))

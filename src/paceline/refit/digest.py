@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import xxhash
@@ -10,6 +10,7 @@ import xxhash
 from paceline.refit.model import TensorEntry
 
 _ROOT_DOMAIN = b"paceline.root.v1\n"
+_SLOTS_DOMAIN = b"paceline.root.slots.v1\n"
 
 
 def content_digest(data: bytes | bytearray | memoryview) -> str:
@@ -25,7 +26,8 @@ def root_digest(entries: Iterable[TensorEntry]) -> str:
     """Return SHA-256 hex over name, dtype, shape and content digest of every tensor.
 
     The order of ``entries`` does not matter. The encoding is ASCII JSON without spaces, sorted
-    by name, behind a domain word, so that no two sets of tensors share one.
+    by name, behind a domain word, so that no two sets of tensors share one. A part of a tensor
+    also says which part it is.
 
     Raises:
         ValueError: two entries have one name.
@@ -34,6 +36,32 @@ def root_digest(entries: Iterable[TensorEntry]) -> str:
     for before, after in pairwise(ordered):
         if before.name == after.name:
             raise ValueError(f"tensor {after.name!r} is listed twice")
-    rows = [[entry.name, entry.dtype, list(entry.shape), entry.digest] for entry in ordered]
+    return _sha256_of(_ROOT_DOMAIN, [_row(entry) for entry in ordered])
+
+
+def version_root(roots: Mapping[str, str]) -> str:
+    """Return the root digest of a version from those of its slots, by slot.
+
+    With one slot it is that slot's. With several, SHA-256 hex over ``[[slot, root], ...]`` sorted
+    by slot, so that everybody who knows the parts can say it and nobody needs the whole weights.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not roots:
+        raise ValueError("a version has at least one slot")
+    if len(roots) == 1:
+        return next(iter(roots.values()))
+    return _sha256_of(_SLOTS_DOMAIN, [list(pair) for pair in sorted(roots.items())])
+
+
+def _row(entry: TensorEntry) -> list[object]:
+    row: list[object] = [entry.name, entry.dtype, list(entry.shape), entry.digest]
+    if entry.region is not None:
+        row += [list(entry.region.global_shape), list(entry.region.offsets)]
+    return row
+
+
+def _sha256_of(domain: bytes, rows: list[list[object]] | list[list[str]]) -> str:
     text = json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(_ROOT_DOMAIN + text.encode("ascii")).hexdigest()
+    return hashlib.sha256(domain + text.encode("ascii")).hexdigest()

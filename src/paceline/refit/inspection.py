@@ -45,7 +45,7 @@ from paceline.refit.manifest.payload import (
     verify_object,
 )
 from paceline.refit.manifest.render import render_manifest
-from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
+from paceline.refit.manifest.v1 import Lora, Manifest, Scheme, Segment
 from paceline.refit.model import DTYPE_BITS, TensorBuffer, TensorEntry, WeightPayloadFormat
 
 Tensors = Mapping[str, TensorBuffer]
@@ -201,7 +201,7 @@ def compose_versions(first: Version, second: Version) -> Version:
         raise VerifyError(
             f"the second delta applies to {two.base_root}, the first leads to {one.root_digest}"
         )
-    if one.source_slot_id != two.source_slot_id or one.aliases != two.aliases:
+    if (one.source_slot_id, one.aliases, one.lora) != (two.source_slot_id, two.aliases, two.lora):
         raise VerifyError("the two deltas are of different slots")
     entries = {entry.name: entry for entry in two.tensors}
     before = {segment.tensor: segment for segment in one.segments}
@@ -219,7 +219,12 @@ def compose_versions(first: Version, second: Version) -> Version:
         else:
             parts += _composed(name, entries[name], found)
     return _version(
-        entries, one.aliases, slot_id=one.source_slot_id, base_root=one.base_root, parts=parts
+        entries,
+        one.aliases,
+        slot_id=one.source_slot_id,
+        base_root=one.base_root,
+        parts=parts,
+        lora=one.lora,
     )
 
 
@@ -397,6 +402,7 @@ def _version(
     slot_id: str,
     base_root: str,
     parts: Sequence[tuple[str, Scheme, bytes, int]],
+    lora: Lora | None = None,
 ) -> Version:
     data = bytearray(render_header(WeightPayloadFormat.XOR_DELTA))
     places = []
@@ -425,5 +431,6 @@ def _version(
         aliases=aliases,
         objects=(item,),
         segments=segments,
+        lora=lora,
     )
     return manifest, {item.object_id: memoryview(data)}

@@ -328,16 +328,35 @@ class ObjectRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Where a part of a tensor lies in the whole one; see manifest.region for the geometry."""
+
+    global_shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the part begins in each dimension. One number for a tensor of several: the part is a
+    run of its elements in row-major order, and begins at that element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a version: its identity in the root digest."""
+    """One tensor of a version, or a part of one: its identity in the root digest."""
 
     name: str
     dtype: str
     """A key of DTYPE_BITS, the words of safetensors."""
     shape: tuple[int, ...]
+    """Of what is here: of the part, if it is one."""
     digest: str
     """Content digest of the row-major little-endian bytes, see refit.digest."""
     num_bytes: int
+    region: Region | None = None
+    """Which part it is; None is the whole tensor."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other entry of one version: a tensor may come in parts."""
+        return self.name if self.region is None else f"{self.name}@{self.region.offsets}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,30 @@ from typing import NoReturn
 from paceline.refit.digest import root_digest
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.payload import object_id_of
+from paceline.refit.manifest.region import region_problem
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.v1 import (
+    LORA_PARTS,
+    LORA_PREFIX,
+    RANK_MAX,
     SCHEMA,
+    Lora,
+    LoraModule,
     Manifest,
     PayloadObject,
     Scheme,
     Segment,
+    alpha_problem,
     shape_problem,
     text_problem,
 )
-from paceline.refit.model import DTYPE_BITS, FULL_FORMATS, TensorEntry, WeightPayloadFormat
+from paceline.refit.model import (
+    DTYPE_BITS,
+    FULL_FORMATS,
+    Region,
+    TensorEntry,
+    WeightPayloadFormat,
+)
 
 MANIFEST_BYTES_MAX = 64 * 2**20
 INTEGER_MAX = 2**53 - 1
@@ -35,8 +48,12 @@ CHUNK_BYTES_MAX = 64 * 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _XXH128 = re.compile(r"[0-9a-f]{32}")
 _TOP = "aliases base_root objects payload_format root_digest schema segments source_slot_id tensors"
+_TOP_MAY = "lora"
 _TENSOR = "digest dtype name num_bytes shape"
+_REGION = "global_shape offsets"
 _OBJECT = "chunk_bytes chunk_sha256 num_bytes object_id"
+_LORA = "is_rank_stabilised model_root modules"
+_LORA_MODULE = "alpha name rank"
 _SEGMENT = "changed_elements num_bytes object_id offset scheme tensor"
 
 
@@ -48,7 +65,7 @@ def parse_manifest(data: bytes, *, size_max: int = MANIFEST_BYTES_MAX) -> Manife
     """
     if len(data) > size_max:
         raise ParseError(ParseReason.TOO_LARGE, "manifest", f"{len(data)} > {size_max} bytes")
-    top = load_object(data, where="manifest", keys=_TOP)
+    top = load_object(data, where="manifest", keys=_TOP, may=_TOP_MAY)
     if top["schema"] != SCHEMA:
         raise ParseError(ParseReason.UNKNOWN_SCHEMA, "schema", repr(top["schema"])[:80])
     base_root = top["base_root"]
@@ -61,6 +78,7 @@ def parse_manifest(data: bytes, *, size_max: int = MANIFEST_BYTES_MAX) -> Manife
         aliases=tuple(_alias(*item) for item in _items(top["aliases"], "aliases")),
         objects=tuple(_object(*item) for item in _items(top["objects"], "objects")),
         segments=tuple(_segment(*item) for item in _items(top["segments"], "segments")),
+        lora=_lora(top["lora"], "lora") if "lora" in top else None,
     )
     check_manifest(manifest)
     if render_manifest(manifest) != data:
@@ -68,13 +86,13 @@ def parse_manifest(data: bytes, *, size_max: int = MANIFEST_BYTES_MAX) -> Manife
     return manifest
 
 
-def load_object(data: bytes, *, where: str, keys: str) -> Mapping[str, object]:
-    """Return a strict JSON object of exactly these ``keys``, separated by spaces.
+def load_object(data: bytes, *, where: str, keys: str, may: str = "") -> Mapping[str, object]:
+    """Return a strict JSON object of these ``keys``, separated by spaces, and of some of ``may``.
 
     Raises:
         ParseError: no UTF-8, no JSON, a number that is no integer, other keys.
     """
-    return _fields(_load(data, where), where, keys)
+    return _fields(_load(data, where), where, keys, may)
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -84,6 +102,8 @@ def check_manifest(manifest: Manifest) -> None:
     _check_aliases(manifest)
     _check_segments(manifest)
     _check_overlaps(manifest)
+    if manifest.lora is not None:
+        _check_lora(manifest, manifest.lora)
     if root_digest(manifest.tensors) != manifest.root_digest:
         raise ParseError(ParseReason.DIGEST_MISMATCH, "root_digest")
 
@@ -96,6 +116,7 @@ def _check_order(manifest: Manifest) -> None:
         "aliases": [name for name, _ in manifest.aliases],
         "objects": [item.object_id for item in manifest.objects],
         "segments": [segment.tensor for segment in manifest.segments],
+        "lora.modules": [module.name for module in manifest.lora.modules] if manifest.lora else [],
     }
     for where, names in columns.items():
         for index, (before, after) in enumerate(pairwise(names)):
@@ -107,6 +128,13 @@ def _check_order(manifest: Manifest) -> None:
 
 
 def _check_base(manifest: Manifest) -> None:
+    is_files = manifest.payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
+    parts = [index for index, entry in enumerate(manifest.tensors) if entry.region is not None]
+    if is_files and parts:
+        where = f"tensors[{parts[0]}].region"
+        raise ParseError(
+            ParseReason.INCONSISTENT, where, "files of a checkpoint have whole tensors"
+        )
     is_delta = manifest.payload_format is WeightPayloadFormat.XOR_DELTA
     if is_delta != (manifest.base_root is not None):
         raise ParseError(
@@ -163,6 +191,21 @@ def _check_overlaps(manifest: Manifest) -> None:
             )
 
 
+def _check_lora(manifest: Manifest, lora: Lora) -> None:
+    """Refuse tensors that belong to no module of the LoRA, or to one of another rank."""
+    ranks = {
+        f"{LORA_PREFIX}{module.name}{part}": (module.rank, dimension)
+        for module in lora.modules
+        for part, dimension in LORA_PARTS.items()
+    }
+    for index, entry in enumerate(manifest.tensors):
+        rank, dimension = ranks.get(entry.name, (0, 0))
+        if len(entry.shape) <= dimension or entry.shape[dimension] != rank:
+            raise ParseError(
+                ParseReason.INCONSISTENT, f"tensors[{index}]", f"{entry.name}: not of the LoRA"
+            )
+
+
 def _load(data: bytes, where: str) -> object:
     try:
         text = data.decode("utf-8")
@@ -195,13 +238,13 @@ def _no_float(text: str) -> NoReturn:
     raise ParseError(ParseReason.WRONG_TYPE, "manifest", f"{text[:20]} is not an integer")
 
 
-def _fields(value: object, where: str, keys: str) -> Mapping[str, object]:
+def _fields(value: object, where: str, keys: str, may: str = "") -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise ParseError(ParseReason.WRONG_TYPE, where, "not an object")
     wanted = set(keys.split())
     if missing := sorted(wanted - value.keys()):
         raise ParseError(ParseReason.MISSING_FIELD, f"{where}.{missing[0]}")
-    if unknown := sorted(value.keys() - wanted):
+    if unknown := sorted(value.keys() - wanted - set(may.split())):
         raise ParseError(ParseReason.UNKNOWN_FIELD, f"{where}.{unknown[0][:80]}")
     return value
 
@@ -244,13 +287,12 @@ def _payload_format(value: object) -> WeightPayloadFormat:
 
 
 def _tensor(value: object, where: str) -> TensorEntry:
-    fields = _fields(value, where, _TENSOR)
+    is_part = isinstance(value, dict) and "region" in value
+    fields = _fields(value, where, f"{_TENSOR} region" if is_part else _TENSOR)
     dtype = _text(fields["dtype"], f"{where}.dtype")
     if dtype not in DTYPE_BITS:
         raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.dtype", dtype[:80])
-    shape = tuple(_count(*item) for item in _items(fields["shape"], f"{where}.shape"))
-    if problem := shape_problem(shape):
-        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.shape", problem)
+    shape = _shape(fields["shape"], f"{where}.shape")
     num_bytes = _count(fields["num_bytes"], f"{where}.num_bytes")
     if num_bytes * 8 != math.prod(shape) * DTYPE_BITS[dtype]:
         raise ParseError(ParseReason.INCONSISTENT, f"{where}.num_bytes", "not shape x dtype")
@@ -260,7 +302,26 @@ def _tensor(value: object, where: str) -> TensorEntry:
         shape=shape,
         digest=_hex(fields["digest"], f"{where}.digest", _XXH128),
         num_bytes=num_bytes,
+        region=_region(fields["region"], f"{where}.region", shape) if is_part else None,
     )
+
+
+def _shape(value: object, where: str) -> tuple[int, ...]:
+    shape = tuple(_count(*item) for item in _items(value, where))
+    if problem := shape_problem(shape):
+        raise ParseError(ParseReason.OUT_OF_RANGE, where, problem)
+    return shape
+
+
+def _region(value: object, where: str, shape: tuple[int, ...]) -> Region:
+    fields = _fields(value, where, _REGION)
+    region = Region(
+        global_shape=_shape(fields["global_shape"], f"{where}.global_shape"),
+        offsets=_shape(fields["offsets"], f"{where}.offsets"),
+    )
+    if problem := region_problem(region, shape):
+        raise ParseError(ParseReason.INCONSISTENT, where, problem)
+    return region
 
 
 def _alias(value: object, where: str) -> tuple[str, str]:
@@ -300,4 +361,30 @@ def _segment(value: object, where: str) -> Segment:
         offset=_count(fields["offset"], f"{where}.offset"),
         num_bytes=_count(fields["num_bytes"], f"{where}.num_bytes"),
         changed_elements=_count(fields["changed_elements"], f"{where}.changed_elements"),
+    )
+
+
+def _lora(value: object, where: str) -> Lora:
+    fields = _fields(value, where, _LORA)
+    if type(fields["is_rank_stabilised"]) is not bool:
+        raise ParseError(ParseReason.WRONG_TYPE, f"{where}.is_rank_stabilised", "not true or false")
+    modules = tuple(_lora_module(*item) for item in _items(fields["modules"], f"{where}.modules"))
+    if not modules:
+        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.modules", "at least one module")
+    return Lora(
+        model_root=_hex(fields["model_root"], f"{where}.model_root", _SHA256),
+        is_rank_stabilised=bool(fields["is_rank_stabilised"]),
+        modules=modules,
+    )
+
+
+def _lora_module(value: object, where: str) -> LoraModule:
+    fields = _fields(value, where, _LORA_MODULE)
+    alpha = _text(fields["alpha"], f"{where}.alpha")
+    if problem := alpha_problem(alpha):
+        raise ParseError(ParseReason.OUT_OF_RANGE, f"{where}.alpha", problem)
+    return LoraModule(
+        name=_text(fields["name"], f"{where}.name"),
+        rank=_count(fields["rank"], f"{where}.rank", least=1, most=RANK_MAX),
+        alpha=alpha,
     )

@@ -2,13 +2,13 @@
 
 import json
 
-from paceline.refit.manifest.v1 import SCHEMA, Manifest, PayloadObject, Segment
+from paceline.refit.manifest.v1 import SCHEMA, Lora, Manifest, PayloadObject, Segment
 from paceline.refit.model import TensorEntry
 
 
 def render_manifest(manifest: Manifest) -> bytes:
     """Return ASCII JSON with sorted keys and no spaces; equal manifests give equal bytes."""
-    document = {
+    document: dict[str, object] = {
         "schema": SCHEMA,
         "payload_format": manifest.payload_format.value,
         "source_slot_id": manifest.source_slot_id,
@@ -19,18 +19,26 @@ def render_manifest(manifest: Manifest) -> bytes:
         "objects": [_object(item) for item in manifest.objects],
         "segments": [_segment(segment) for segment in manifest.segments],
     }
+    if manifest.lora is not None:
+        document["lora"] = _lora(manifest.lora)
     text = json.dumps(document, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
     return text.encode("ascii")
 
 
 def _tensor(entry: TensorEntry) -> dict[str, object]:
-    return {
+    fields: dict[str, object] = {
         "name": entry.name,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "digest": entry.digest,
         "num_bytes": entry.num_bytes,
     }
+    if entry.region is not None:
+        fields["region"] = {
+            "global_shape": list(entry.region.global_shape),
+            "offsets": list(entry.region.offsets),
+        }
+    return fields
 
 
 def _object(item: PayloadObject) -> dict[str, object]:
@@ -50,4 +58,15 @@ def _segment(segment: Segment) -> dict[str, object]:
         "offset": segment.offset,
         "num_bytes": segment.num_bytes,
         "changed_elements": segment.changed_elements,
+    }
+
+
+def _lora(lora: Lora) -> dict[str, object]:
+    return {
+        "model_root": lora.model_root,
+        "is_rank_stabilised": lora.is_rank_stabilised,
+        "modules": [
+            {"name": module.name, "rank": module.rank, "alpha": module.alpha}
+            for module in lora.modules
+        ],
     }

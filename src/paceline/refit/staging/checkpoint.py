@@ -55,6 +55,7 @@ def checkpoint_shard(capture: Capture, *, file_bytes: int = FILE_BYTES) -> Stage
             aliases=layout.aliases,
             objects=tuple(sorted(described, key=lambda item: item.object_id)),
             segments=tuple(sorted(segments, key=lambda segment: segment.tensor)),
+            lora=layout.lora,
         ),
         objects=tuple(staged),
         changed_elements=layout.total_elements,

@@ -18,8 +18,10 @@ from paceline.refit.manifest.payload import (
     describe_object,
     render_header,
 )
+from paceline.refit.manifest.region import region_problem
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.v1 import (
+    Lora,
     Manifest,
     PayloadObject,
     Scheme,
@@ -29,6 +31,7 @@ from paceline.refit.manifest.v1 import (
 )
 from paceline.refit.model import (
     DTYPE_BITS,
+    Region,
     TensorBuffer,
     TensorEntry,
     WeightPayloadFormat,
@@ -46,6 +49,7 @@ class PlacedTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    region: Region | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,8 @@ class ShardLayout:
     """Sorted by name."""
     aliases: tuple[tuple[str, str], ...]
     num_bytes: int
+    lora: Lora | None = None
+    """The tensors are those of a LoRA."""
 
     @property
     def full_bytes(self) -> int:
@@ -122,22 +128,36 @@ def plan_layout(
     *,
     aliases: Mapping[str, str],
     source_slot_id: str,
+    regions: Mapping[str, Region] | None = None,
+    lora: Lora | None = None,
 ) -> ShardLayout:
     """Place tensors, given as (name, dtype, shape), one after another.
+
+    ``regions`` says of some names which part of their tensor this is, and ``shape`` is the part's.
 
     Raises:
         ValueError: there are none, or a manifest cannot say what one is: every engine would refuse
             every version.
     """
     placed, end = [], HEADER_BYTES
+    parts = regions or {}
     for name in aliases:
         _refuse(name, text_problem(name))
     for name, dtype, shape in sorted(tensors):
-        _refuse(name, text_problem(name) or shape_problem(shape))
+        region = parts.get(name)
+        problem = "" if region is None else region_problem(region, shape)
+        _refuse(name, text_problem(name) or shape_problem(shape) or problem)
         offset = end + -end % ALIGNMENT
         num_bytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         placed.append(
-            PlacedTensor(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=num_bytes)
+            PlacedTensor(
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                offset=offset,
+                num_bytes=num_bytes,
+                region=region,
+            )
         )
         end = offset + num_bytes
     if not placed:
@@ -147,6 +167,7 @@ def plan_layout(
         tensors=tuple(placed),
         aliases=tuple(sorted(aliases.items())),
         num_bytes=end,
+        lora=lora,
     )
 
 
@@ -279,6 +300,7 @@ def _staged(
             aliases=layout.aliases,
             objects=(described,),
             segments=segments,
+            lora=layout.lora,
         ),
         objects=(
             StagedObject(
@@ -298,4 +320,5 @@ def _entry(item: PlacedTensor, data: memoryview) -> TensorEntry:
         shape=item.shape,
         digest=content_digest(data),
         num_bytes=item.num_bytes,
+        region=item.region,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from paceline.refit.model import (
+    Region,
     StagedWeightVersionShardData,
     TrainerStagingMode,
     WeightPayloadFormat,
@@ -19,6 +21,17 @@ if TYPE_CHECKING:
 
 Quantise: TypeAlias = Callable[[str, Any], Mapping[str, Any] | None]
 """Name and tensor -> the named tensors that engines serve instead; None: the tensor itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What of a model one process publishes, as it is now."""
+
+    tensors: dict[str, torch.Tensor]
+    """By canonical name; a part of a tensor where ``regions`` says so."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of these tensors -> the canonical one."""
+    regions: dict[str, Region] = field(default_factory=dict)
 
 
 class NixlMetadataProvider(Protocol):
@@ -129,6 +142,16 @@ class SupportsChain(Protocol):
 
     def release_staged(self, staged: StagedWeightVersionShardData) -> None:
         """Give the buffers of a released version back to the ring."""
+        ...
+
+
+@runtime_checkable
+class SupportsSlots(Protocol):
+    """A trainer adapter of one process among several that publish one version together."""
+
+    @property
+    def expected_source_slots(self) -> tuple[str, ...]:
+        """The slots of all of them, in the same order everywhere; known once tensors are bound."""
         ...
 
 

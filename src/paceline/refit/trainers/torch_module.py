@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -39,15 +38,14 @@ from paceline.refit.staging.shard import (
     describe_capture,
     full_shard,
     full_shard_in_place,
-    plan_layout,
 )
 from paceline.refit.staging.torch_bytes import (
-    DTYPE_WORDS,
     WORD_DTYPES,
     byte_view,
     is_host_block,
 )
-from paceline.refit.trainers.protocol import Quantise, TrainerEngineAdapter
+from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
+from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
 
 
@@ -107,8 +105,9 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
-        self._wire_dtypes = _checked(wire_dtypes or {})
-        self._quantise = quantise
+        self._exporter = Exporter(
+            source_slot_id=self._slot, wire_dtypes=wire_dtypes or {}, quantise=quantise
+        )
         self._link = link
         self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
         self._shadow = DeviceShadow(pick=device_loops)
@@ -130,7 +129,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         modes = {TrainerStagingMode.COPY_TO_HOST}
         if self._storage is not None:
             modes.add(TrainerStagingMode.WRITE_TO_STORAGE)
-        if not self._wire_dtypes and self._quantise is None:
+        if self._exporter.keeps_bits:
             modes.add(TrainerStagingMode.IN_PLACE)
         return frozenset(modes)
 
@@ -147,7 +146,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._plan(self._export(tensors))
+        self._layout = self._exporter.plan(self._exporter.export(self._collect(tensors)))
         self._bound = tensors
         return self._slot
 
@@ -172,7 +171,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             StagingError: no free arena, weights served in place, or their layout moved.
         """
         self._check(tensors, staging_mode, payload_format)
-        exported = self._export(self._bound)
+        exported = self._exporter.export(self._collect(self._bound))
         layout = self._check_layout(exported)
         if staging_mode is TrainerStagingMode.IN_PLACE:
             return self._stage_in_place(layout)
@@ -276,51 +275,18 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         if is_delta and self._base is None:
             raise ValueError("no version was committed yet: the first one must be FULL_TENSOR")
 
-    def _check_layout(self, exported: "_Exported") -> ShardLayout:
+    def _check_layout(self, exported: Exported) -> ShardLayout:
         assert self._layout is not None  # noqa: S101 - bound, or the check before has refused
-        if self._plan(exported) != self._layout:
+        if self._exporter.plan(exported) != self._layout:
             raise StagingError(
                 "names, shapes, dtypes or ties of the tensors changed since they were bound; "
                 "a run keeps its layout, start a new one"
             )
         return self._layout
 
-    def _export(self, source: Any) -> "_Exported":
-        """Return what engines get of the tensors as they are now."""
-        tensors, aliases = _collect(source)
-        exported = _Exported(tensors={}, aliases=aliases, as_they_are=set())
-        for name, tensor in tensors.items():
-            codes = None if self._quantise is None else self._quantise(name, tensor)
-            if codes is not None and name in aliases.values():
-                raise ValueError(
-                    f"tensor {name!r} is tied, its codes would have one name only; leave it out of "
-                    "what is quantised"
-                )
-            for part, item in ({name: tensor} if codes is None else codes).items():
-                if part in exported.tensors or (part != name and part in tensors):
-                    raise ValueError(f"quantising {name!r} gives {part!r}, which is there already")
-                exported.tensors[part] = item
-            exported.as_they_are.update(codes or ())
-        return exported
-
-    def _plan(self, exported: "_Exported") -> ShardLayout:
-        return plan_layout(
-            (
-                (name, self._word(name, item, exported), tuple(item.shape))
-                for name, item in exported.tensors.items()
-            ),
-            aliases=exported.aliases,
-            source_slot_id=self._slot,
-        )
-
-    def _word(self, name: str, tensor: torch.Tensor, exported: "_Exported") -> str:
-        if tensor.dtype.is_floating_point and name not in exported.as_they_are:
-            for pattern, word in self._wire_dtypes.items():
-                if fnmatchcase(name, pattern):
-                    return word
-        if tensor.dtype not in DTYPE_WORDS:
-            raise ValueError(f"tensor {name!r} is {tensor.dtype}, which has no wire dtype")
-        return DTYPE_WORDS[tensor.dtype]
+    def _collect(self, source: Any) -> Collected:
+        """Return what of the source this process publishes."""
+        return collect_plain(source)
 
     def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
         buffers = self._guard.stage()
@@ -329,10 +295,12 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._remember(staged, _Staged(capture=None, arena=None, is_delta=False), fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
-        return {name: _view(name, tensor) for name, tensor in _collect(self._bound)[0].items()}
+        return {
+            name: _view(name, tensor) for name, tensor in self._collect(self._bound).tensors.items()
+        }
 
     def _versions(self) -> tuple[tuple[str, int, int], ...]:
-        tensors = _collect(self._bound)[0]
+        tensors = self._collect(self._bound).tensors
         return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
 
     def _remember(
@@ -355,18 +323,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             record.arena = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Exported:
-    """What engines get: the bound tensors, or the codes and scales instead of them."""
-
-    tensors: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    as_they_are: set[str]
-    """Codes and scales, which are never cast."""
-
-
 def _capture(
-    arena: Arena, layout: ShardLayout, exported: _Exported, change: Change | None
+    arena: Arena, layout: ShardLayout, exported: Exported, change: Change | None
 ) -> Capture:
     """Copy what is not in the arena yet, and describe all of it."""
     there = {} if change is None else change.encoded
@@ -376,7 +334,7 @@ def _capture(
     return describe_capture(layout, arena, known=known)
 
 
-def _copy_into(arena: Arena, placed: Sequence[PlacedTensor], exported: _Exported) -> None:
+def _copy_into(arena: Arena, placed: Sequence[PlacedTensor], exported: Exported) -> None:
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
     with torch.no_grad():
         for item in placed:
@@ -400,38 +358,6 @@ def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
 
     threading.Thread(target=run, name="paceline-upload", daemon=True).start()
     return CompletionFence(done.result)
-
-
-def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
-    for pattern, word in wire_dtypes.items():
-        if word not in WORD_DTYPES or not WORD_DTYPES[word].is_floating_point:
-            floats = sorted(
-                known for known, dtype in WORD_DTYPES.items() if dtype.is_floating_point
-            )
-            raise ValueError(f"wire dtype {word!r} of {pattern!r}: one of {', '.join(floats)}")
-    return dict(wire_dtypes)
-
-
-def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the distinct tensors by canonical name, and alias -> canonical name."""
-    state = source.state_dict() if isinstance(source, torch.nn.Module) else source
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[object, str] = {}
-    for name, value in state.items():
-        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if not is_plain or value.is_meta:
-            raise ValueError(
-                f"{name!r} is a {type(value).__name__}, not a plain tensor with data of its own"
-            )
-        item = value.detach()
-        where = (item.device, item.data_ptr(), item.dtype, tuple(item.shape), item.stride())
-        if item.numel() and where in seen:
-            aliases[name] = seen[where]
-        else:
-            seen[where] = name
-            tensors[name] = item
-    return tensors, aliases
 
 
 def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
