@@ -12,7 +12,7 @@ import torch
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.generators.protocol import EngineConfig, Generation, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
@@ -36,7 +36,7 @@ class Model:
         self.model_dir = model_dir
         self.module = tiny_model(model_dir, seed=seed)
         self._random = torch.Generator().manual_seed(seed)
-        self.aliases = tuple(sorted(view_live_tensors(self.module).aliases.items()))
+        self.aliases = tuple(sorted(view_named(self.module, names).aliases.items()))
 
     def step(self, *, share: float = 0.02) -> None:
         """Change a share of every parameter, loud enough for other tokens."""
@@ -53,7 +53,7 @@ class Model:
             name: TensorBuffer(
                 name=name, dtype=each.dtype, shape=each.shape, data=memoryview(bytes(each.data))
             )
-            for name, each in view_live_tensors(self.module, names=self._names).buffers.items()
+            for name, each in view_named(self.module, self._names).buffers.items()
         }
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

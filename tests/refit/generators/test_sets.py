@@ -12,7 +12,12 @@ from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.apply import write_install
 from paceline.refit.errors import ApplyError
 from paceline.refit.generators.protocol import EngineConfig, EngineState, Sampling
-from paceline.refit.generators.transformers.sets import WeightSets, hold_weights, is_held_twice
+from paceline.refit.generators.transformers.sets import (
+    Models,
+    WeightSets,
+    hold_weights,
+    is_held_twice,
+)
 from paceline.testing.fakes.trainer import root_of
 from paceline.testing.tiny_model import write_tiny_qwen3
 from refit.generators.refitting import Follower, MemoryRun
@@ -143,7 +148,7 @@ def test_a_copy_is_tied_like_the_first() -> None:
     module.first = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     module.second = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     module.second.weight = module.first.weight
-    sets = WeightSets(module, names="memory", is_twice=True)
+    sets = WeightSets(Models(main=module), names="memory", is_twice=True)
     aliases = sets.live().aliases
     addresses = {name: view_address(each.data) for name, each in sets.tensors().items()}
     first = {name: view_address(each.data) for name, each in sets.live().buffers.items()}
@@ -159,7 +164,7 @@ def test_a_tie_that_a_copy_would_lose() -> None:
     module.one = torch.nn.Parameter(torch.zeros(4))
     module.two = torch.nn.Parameter(module.one.data)
     with pytest.raises(PreflightError, match="--weights once"):
-        WeightSets(module, names="memory", is_twice=True)
+        WeightSets(Models(main=module), names="memory", is_twice=True)
 
 
 @pytest.mark.parametrize(
@@ -177,16 +182,20 @@ def test_when_weights_are_held_twice(*, wanted: str, free: int, is_twice: bool) 
     assert is_held_twice(wanted, weight_bytes=100, memory_bytes=free) is is_twice
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "known"), [("weights", "auto, once, twice"), ("names", "memory, checkpoint")]
+)
+def test_what_is_not_known_is_refused(tmp_path: Path, field: str, known: str) -> None:
     """A word that is none says which there are."""
-    with pytest.raises(UsageError, match="auto, once, twice"):
-        EngineConfig(model_dir=tmp_path, weights="thrice")
+    with pytest.raises(UsageError, match=known):
+        EngineConfig(model_dir=tmp_path, **{field: "thrice"})  # type: ignore[arg-type]
 
 
 def test_the_log_says_it(caplog: pytest.LogCaptureFixture) -> None:
     """How often, how much, and why."""
     with caplog.at_level(logging.INFO):
-        hold_weights(torch.nn.Linear(512, 1024), names="memory", wanted="auto", memory_bytes=2**30)
+        models = Models(main=torch.nn.Linear(512, 1024))
+        hold_weights(models, names="memory", wanted="auto", memory_bytes=2**30)
     assert "weights of 2 MiB are held twice (auto, 1024 MiB are free)" in caplog.text
 
 

@@ -140,6 +140,9 @@ class EngineHealth:
 THREADS_MAX = 1024
 """More than any machine has cores; the math library ends the process when it cannot start them."""
 
+NAMES = ("memory", "checkpoint")
+"""How versions may call tensors."""
+
 WEIGHTS = ("auto", "once", "twice")
 """How often an engine may be told to hold its weights."""
 
@@ -223,6 +226,9 @@ class EngineConfig:
     microseconds; ``auto`` is twice where ``memory_bytes`` allow it."""
     memory_bytes: int = 0
     """What this process may still take, for ``auto``; 0 is unknown."""
+    draft_dir: Path | None = None
+    """A directory like ``model_dir``, of a draft model whose weights are part of every version,
+    under names that begin with ``draft.``; None: there is none."""
     url: str = ""
     """Of a server that runs already, for engines that drive one."""
     key_file: Path | None = None
@@ -232,8 +238,10 @@ class EngineConfig:
         for field in ("threads", "max_batch", "max_waiting"):
             if getattr(self, field) < 1:
                 raise UsageError(f"{field} must be at least 1")
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"weights is {self.weights!r}; it can be {', '.join(WEIGHTS)}")
+        for field, words in (("weights", WEIGHTS), ("names", NAMES)):
+            if getattr(self, field) not in words:
+                found = getattr(self, field)
+                raise UsageError(f"{field} is {found!r}; it can be {', '.join(words)}")
         if self.threads > THREADS_MAX:
             raise UsageError(f"threads must be at most {THREADS_MAX}")
 

@@ -26,9 +26,9 @@ from paceline.refit.generators.protocol import (
 )
 from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
-from paceline.refit.generators.transformers.loading import load_model
+from paceline.refit.generators.transformers.loading import load_draft, load_model
 from paceline.refit.generators.transformers.sampling import make_streams
-from paceline.refit.generators.transformers.sets import WeightSets, hold_weights
+from paceline.refit.generators.transformers.sets import Models, WeightSets, hold_weights
 from paceline.refit.generators.transformers.text import GrowingText
 from paceline.refit.model import TensorBuffer
 
@@ -55,7 +55,7 @@ class TransformersEngine:
         self._new_seed = new_seed
         self._loaded = load_model(config)
         self._sets = hold_weights(
-            self._loaded.model,
+            Models(main=self._loaded.model, draft=load_draft(config, self._loaded)),
             names=config.names,
             wanted=config.weights,
             memory_bytes=config.memory_bytes,

@@ -1,6 +1,6 @@
 """From a directory to a model that has no weights yet, a tokenizer and the limits of both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,27 @@ def load_model(config: EngineConfig) -> LoadedModel:
         context_size=int(described.max_position_embeddings),
         end_ids=_end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id),
     )
+
+
+def load_draft(config: EngineConfig, main: LoadedModel) -> torch.nn.Module | None:
+    """Build the draft model of ``config.draft_dir``, if there is to be one.
+
+    Raises:
+        PreflightError: no usable model there, or not one of the same tokens.
+    """
+    if config.draft_dir is None:
+        return None
+    draft = load_model(replace(config, model_dir=config.draft_dir))
+    if draft.tokenizer.get_vocab() != main.tokenizer.get_vocab():
+        raise PreflightError(
+            f"the draft model of {config.draft_dir} has other tokens than {config.model_dir}"
+        )
+    if draft.vocabulary_size < main.vocabulary_size or draft.context_size < main.context_size:
+        raise PreflightError(
+            f"the draft model of {config.draft_dir} must have at least {main.vocabulary_size} "
+            f"tokens and {main.context_size} positions, as the model has"
+        )
+    return draft.model
 
 
 def _end_ids(*sources: int | list[int] | None) -> frozenset[int]:
