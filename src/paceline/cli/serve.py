@@ -115,6 +115,17 @@ CRASH_LOOK_S = 0.5
     help="How often weights are held; twice, where memory allows it, makes updates pause nothing.",
 )
 @click.option(
+    "--lora",
+    is_flag=True,
+    help="Read the weights from --model; versions are LoRAs of them.",
+)
+@click.option(
+    "--draft-model",
+    "draft_dir",
+    type=click.Path(path_type=Path),
+    help="Directory like --model of a draft model, which is part of every version.",
+)
+@click.option(
     "--engine-url",
     "url",
     envvar="PACELINE_ENGINE_URL",
@@ -153,6 +164,8 @@ def serve(**options: Any) -> int:
         "reproducible",
         "names",
         "weights",
+        "lora",
+        "draft_dir",
         "url",
         "key_file",
     )

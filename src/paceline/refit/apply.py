@@ -24,7 +24,7 @@ from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, V
 from paceline.refit.journal import Journal
 from paceline.refit.manifest.fit import check_layout, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
-from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
+from paceline.refit.manifest.v1 import Lora, Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 
 _KEPT_BYTES = 32 * 2**20
@@ -48,6 +48,8 @@ class Checks:
     """False where the payload's hashes were checked while it was fetched into memory that nobody
     else writes: they are not computed twice."""
     tools: Tools = REFERENCE
+    lora: Lora | None = None
+    """What the live tensors are a LoRA of; None: they are a model's own."""
 
 
 FULL = Checks()
@@ -117,7 +119,7 @@ def stage_install(
     Raises:
         VerifyError: anything does not agree; the message names it. ParseError is one.
     """
-    check_layout(manifest, live, aliases)
+    check_layout(manifest, live, aliases, lora=checks.lora)
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
         _check_base(manifest, live, base, checks)

@@ -6,6 +6,7 @@ engine, and bytes that go through memory.
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,14 +78,11 @@ class Follower:
         *,
         policy: UpdatePolicy = UpdatePolicy.IMMEDIATE,
         reproducible: bool = True,
-        names: str = "memory",
-        weights: str = "once",
+        **options: Any,
     ) -> None:
-        """Join the run; nothing is installed before ``receiver.step``."""
+        """Join the run, with options of EngineConfig; nothing is installed before ``step``."""
         clock = system_clock()
-        config = EngineConfig(
-            model_dir=run.model.model_dir, reproducible=reproducible, names=names, weights=weights
-        )
+        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible, **options)
         self.engine = TransformersEngine(config, clock=clock, new_seed=lambda: 7)
         self.gate = UpdateGate(self.engine, policy=policy, drain_s=30, clock=clock)
         self.receiver = Receiver(

@@ -144,8 +144,7 @@ def start_any_engine(config: EngineServiceConfig) -> RunningEngine:
     if config.engine_name in ENGINE_SERVERS:
         from paceline.refit.compose.engine_process import start_engine_process
 
-        if config.engine.weights != "auto":
-            raise _not_asked(config)
+        _refuse_asked(config)
         return start_engine_process(config)
     if config.engine_name not in ROLLOUT_ENGINES:
         known = ", ".join(sorted({*ROLLOUT_ENGINES, *ENGINE_SERVERS}))
@@ -153,11 +152,15 @@ def start_any_engine(config: EngineServiceConfig) -> RunningEngine:
     return start_engine(config)
 
 
-def _not_asked(config: EngineServiceConfig) -> UsageError:
-    return UsageError(
-        f"engine {config.engine_name!r} decides by itself how often weights are held; "
-        "leave --weights out"
-    )
+def _refuse_asked(config: EngineServiceConfig) -> None:
+    """Refuse what only the engine in this process can be asked for. Raises UsageError."""
+    asked = {
+        "--weights": config.engine.weights != "auto",
+        "--lora": config.engine.lora,
+        "--draft-model": config.engine.draft_dir is not None,
+    }
+    if options := [option for option, is_asked in asked.items() if is_asked]:
+        raise UsageError(f"engine {config.engine_name!r} does not know {', '.join(options)}")
 
 
 def start_engine(config: EngineServiceConfig) -> EngineService:
@@ -187,8 +190,8 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
         settings = replace(config.engine, memory_bytes=system.memory_available())
         inner: RolloutEngine = engine_class(settings, clock=clock, new_seed=_new_seed)
-        if settings.weights != "auto" and not held_of(inner):
-            raise _not_asked(config)
+        if not held_of(inner):
+            _refuse_asked(config)
         engine = UpdateGate(
             inner, policy=UpdatePolicy(config.update), drain_s=config.drain_s, clock=clock
         )

@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.errors import UsageError
 from paceline.refit.errors import BadRequestError
-from paceline.refit.model import TensorBuffer
+from paceline.refit.manifest.v1 import Lora
+from paceline.refit.model import TensorBuffer, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class InstalledVersion:
     version_id: str
     sequence: int
     root_digest: str
+    model_root: str = ""
+    """Of the weights below, where the version is a LoRA; the version itself names it too."""
 
 
 class GeneratorEngineAdapter(Protocol):
@@ -112,6 +115,39 @@ class SupportsSpareWeights(Protocol):
 def spare_of(engine: "GeneratorEngineAdapter") -> SpareWeights | None:
     """Return an engine's second set of weights, if it has one."""
     return engine.spare_weights() if isinstance(engine, SupportsSpareWeights) else None
+
+
+class TakesLoras(Protocol):
+    """An engine's part that holds weights which stay, and LoRAs of them that come as versions."""
+
+    @property
+    def model_root(self) -> str:
+        """The root digest of the weights that stay."""
+        ...
+
+    def make_room(self, lora: Lora | None, tensors: Sequence[TensorEntry]) -> bool:
+        """Make the spare set one for such a LoRA; True if its tensors are other ones now.
+
+        Nothing that is live changes, and no memory is taken for what does not fit.
+
+        Raises:
+            VerifyError: no LoRA, of other weights, or of modules that are not there or not so.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLoras(Protocol):
+    """An engine that may be one for LoRAs; it has a spare set then (``SupportsSpareWeights``)."""
+
+    def lora_sets(self) -> TakesLoras | None:
+        """Return the part that takes them; None where versions are whole models."""
+        ...
+
+
+def loras_of(engine: "GeneratorEngineAdapter") -> TakesLoras | None:
+    """Return an engine's part that takes LoRAs, if it is an engine for them."""
+    return engine.lora_sets() if isinstance(engine, SupportsLoras) else None
 
 
 class EngineState(StrEnum):
@@ -229,6 +265,8 @@ class EngineConfig:
     draft_dir: Path | None = None
     """A directory like ``model_dir``, of a draft model whose weights are part of every version,
     under names that begin with ``draft.``; None: there is none."""
+    lora: bool = False
+    """The weights are those in ``model_dir``, and versions are LoRAs of them."""
     url: str = ""
     """Of a server that runs already, for engines that drive one."""
     key_file: Path | None = None
@@ -242,6 +280,8 @@ class EngineConfig:
             if getattr(self, field) not in words:
                 found = getattr(self, field)
                 raise UsageError(f"{field} is {found!r}; it can be {', '.join(words)}")
+        if self.lora and self.draft_dir is not None:
+            raise UsageError("a LoRA's versions have no draft model: leave out one of the two")
         if self.threads > THREADS_MAX:
             raise UsageError(f"threads must be at most {THREADS_MAX}")
 

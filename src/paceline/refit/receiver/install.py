@@ -20,6 +20,7 @@ from paceline.refit.generators.protocol import (
     GeneratorEngineAdapter,
     InstalledVersion,
     SupportsDeviceTensors,
+    loras_of,
     spare_of,
 )
 from paceline.refit.kernels.registry import process_tools, warm_loops
@@ -131,6 +132,7 @@ class Installer:
         self._prepare = prepare
         self._tools = process_tools()
         self._spare = self._spare_set()
+        self._loras = loras_of(engine)
         self._since_whole_check = 0
         self._transfers: list[TransferRecord] = []
 
@@ -177,7 +179,10 @@ class Installer:
                     self._spare.forget()  # it may be the spare set that is not what it should be
                 raise
             label = InstalledVersion(
-                version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
+                version_id=version.uid,
+                sequence=said.sequence,
+                root_digest=said.root_digest,
+                model_root="" if self._loras is None else self._loras.model_root,
             )
             pause_s = self._put_in(staged, base, label, checks)
         if self._spare is not None:
@@ -258,6 +263,11 @@ class Installer:
         if self._prepare is not None:
             self._prepare(manifest)
         spare = self._spare
+        if self._loras is not None:
+            assert spare is not None  # noqa: S101 - an engine for LoRAs has one
+            if self._loras.make_room(manifest.lora, manifest.tensors):
+                spare.forget()
+            checks = replace(checks, lora=manifest.lora)
         live = self._engine.live_tensors() if spare is None else spare.levelled(base)
         live_bytes = sum(len(buffer.data) for buffer in live.values())
         objects = fetcher.fetch_objects(

@@ -45,15 +45,23 @@ class SpareSet:
         self._root = None
 
     def levelled(self, base: Mapping[str, TensorEntry] | None) -> Mapping[str, TensorBuffer]:
-        """Return the spare tensors, made equal to the live ones if those are known.
+        """Return the spare tensors, made equal to the live ones if those are known and the same.
 
         Raises:
             VerifyError: the copy is not what ``base`` says, so the live set is not either.
         """
         self._live_root = None if base is None else root_digest(base.values())
-        if base is not None and self._root != self._live_root:
+        if base is not None and self._root != self._live_root and self._is_alike():
             self._copy_live(base)
         return self._weights.tensors()
+
+    def _is_alike(self) -> bool:
+        """Say whether the sets have the same tensors: a LoRA may be followed by one of others."""
+        layouts = [
+            {name: (each.dtype, each.shape) for name, each in tensors.items()}
+            for tensors in (self._live(), self._weights.tensors())
+        ]
+        return layouts[0] == layouts[1]
 
     def write(self, staged: StagedInstall, *, whole: bool) -> str:
         """Write a version that was staged against the spare set, and return its root digest.

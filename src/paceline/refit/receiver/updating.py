@@ -19,7 +19,9 @@ from paceline.refit.generators.protocol import (
     RolloutEngine,
     Sampling,
     SpareWeights,
+    TakesLoras,
     held_of,
+    loras_of,
     proof_of,
     spare_of,
     submit_stream,
@@ -99,6 +101,10 @@ class UpdateGate:
     def spare_weights(self) -> SpareWeights | None:
         """Return the engine's."""
         return spare_of(self._engine)
+
+    def lora_sets(self) -> TakesLoras | None:
+        """Return the engine's."""
+        return loras_of(self._engine)
 
     def installed(self) -> InstalledVersion | None:
         """Return the engine's."""

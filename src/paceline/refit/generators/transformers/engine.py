@@ -26,7 +26,8 @@ from paceline.refit.generators.protocol import (
 )
 from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
-from paceline.refit.generators.transformers.loading import load_draft, load_model
+from paceline.refit.generators.transformers.loading import LoadedModel, load_draft, load_model
+from paceline.refit.generators.transformers.loras import LoraSets
 from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.refit.generators.transformers.sets import Models, WeightSets, hold_weights
 from paceline.refit.generators.transformers.text import GrowingText
@@ -54,12 +55,7 @@ class TransformersEngine:
         self._config = config
         self._new_seed = new_seed
         self._loaded = load_model(config)
-        self._sets = hold_weights(
-            Models(main=self._loaded.model, draft=load_draft(config, self._loaded)),
-            names=config.names,
-            wanted=config.weights,
-            memory_bytes=config.memory_bytes,
-        )
+        self._sets = _hold(config, self._loaded)
         self._gate = PassGate(clock=clock)
         batch_class = SoloBatches if config.reproducible else RunningBatch
         self._batch: RunningBatch | SoloBatches = batch_class(self._sets.run)
@@ -77,9 +73,13 @@ class TransformersEngine:
         """Return further names of tied tensors -> the name in ``live_tensors``."""
         return self._sets.live().aliases
 
-    def spare_weights(self) -> WeightSets | None:
+    def spare_weights(self) -> WeightSets | LoraSets | None:
         """Return the second set, where weights are held twice."""
         return self._sets if self._sets.is_twice else None
+
+    def lora_sets(self) -> LoraSets | None:
+        """Return what takes LoRAs, where versions are LoRAs."""
+        return self._sets if isinstance(self._sets, LoraSets) else None
 
     @property
     def weights_held(self) -> str:
@@ -260,3 +260,15 @@ class TransformersEngine:
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
+
+
+def _hold(config: EngineConfig, loaded: LoadedModel) -> WeightSets | LoraSets:
+    """Return what of the model comes as versions: its weights, or LoRAs of those it has."""
+    if config.lora:
+        return LoraSets(loaded.model)
+    return hold_weights(
+        Models(main=loaded.model, draft=load_draft(config, loaded)),
+        names=config.names,
+        wanted=config.weights,
+        memory_bytes=config.memory_bytes,
+    )

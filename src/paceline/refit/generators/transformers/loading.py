@@ -29,6 +29,8 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Build the model of ``config.model_dir``; its parameters are random until a version is in.
 
+    Where versions are LoRAs, the parameters are those of the directory's files.
+
     Never touches the network and never runs code from the directory.
 
     Raises:
@@ -46,7 +48,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     try:
         described = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(config.model_dir, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(described, dtype=dtype)
+        model = _read(config, dtype) if config.lora else _build(described, dtype)
     except Exception as exc:  # transformers raises what its many validators raise
         raise PreflightError(
             f"{config.model_dir} does not hold a model that transformers can build "
@@ -62,6 +64,24 @@ def load_model(config: EngineConfig) -> LoadedModel:
         context_size=int(described.max_position_embeddings),
         end_ids=_end_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id),
     )
+
+
+def _build(described: Any, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_config(described, dtype=dtype)
+
+
+def _read(config: EngineConfig, dtype: torch.dtype) -> Any:
+    """Return the model with the weights of its files, all of them."""
+    model, said = AutoModelForCausalLM.from_pretrained(
+        config.model_dir,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if lacking := sorted({*said["missing_keys"], *said["unexpected_keys"]}):
+        raise PreflightError(f"{lacking[0]} is in the files or in the model, not in both")
+    return model
 
 
 def load_draft(config: EngineConfig, main: LoadedModel) -> torch.nn.Module | None:
