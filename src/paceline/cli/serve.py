@@ -1,13 +1,14 @@
 """``paceline serve``: a rollout engine that follows its run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.stopping import stop_signals
-from paceline.core.errors import ExitStatus
+from paceline.core.errors import ExitStatus, UsageError
 from paceline.refit.errors import RefitError
 
 CRASH_LOOK_S = 0.5
@@ -115,6 +116,13 @@ CRASH_LOOK_S = 0.5
     help="How often weights are held; twice, where memory allows it, makes updates pause nothing.",
 )
 @click.option(
+    "--quantised",
+    "quantised_rules",
+    multiple=True,
+    metavar="GLOB=SCHEME",
+    help="Tensors that the trainer quantises, and how: fp8-block or int8-channel.",
+)
+@click.option(
     "--lora",
     is_flag=True,
     help="Read the weights from --model; versions are LoRAs of them.",
@@ -169,7 +177,10 @@ def serve(**options: Any) -> int:
         "url",
         "key_file",
     )
-    engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
+    engine = EngineConfig(
+        **{name: options.pop(name) for name in engine_fields},
+        quantised=_rules(options.pop("quantised_rules")),
+    )
     allow_plaintext = options.pop("insecure_plaintext")
     config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)
     with stop_signals() as stopping:
@@ -185,3 +196,11 @@ def serve(**options: Any) -> int:
         finally:
             service.stop()
     return int(ExitStatus.OK)
+
+
+def _rules(words: Sequence[str]) -> dict[str, str]:
+    pairs = [word.rpartition("=") for word in words]
+    for word, (glob, _, _) in zip(words, pairs, strict=True):
+        if not glob:
+            raise UsageError(f"--quantised {word!r} must be GLOB=SCHEME, as the trainer has it")
+    return {glob: scheme for glob, _, scheme in pairs}

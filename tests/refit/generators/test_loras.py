@@ -321,7 +321,7 @@ def test_files_that_lack_a_tensor(run: MemoryRun) -> None:
 
 def test_no_drafts(tmp_path: Path) -> None:
     """A draft's weights would have to be in a LoRA's version."""
-    with pytest.raises(UsageError, match="draft"):
+    with pytest.raises(UsageError, match="leave one out"):
         EngineConfig(model_dir=tmp_path, lora=True, draft_dir=tmp_path)
 
 

@@ -158,6 +158,7 @@ def _refuse_asked(config: EngineServiceConfig) -> None:
         "--weights": config.engine.weights != "auto",
         "--lora": config.engine.lora,
         "--draft-model": config.engine.draft_dir is not None,
+        "--quantised": bool(config.engine.quantised),
     }
     if options := [option for option, is_asked in asked.items() if is_asked]:
         raise UsageError(f"engine {config.engine_name!r} does not know {', '.join(options)}")

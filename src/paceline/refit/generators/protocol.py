@@ -7,7 +7,7 @@ serving routes need. The values of the second half are also what the rollout cli
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -223,9 +223,9 @@ class Sampling:
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("stop", all(self.stop), "made of texts that are not empty"),
         )
-        for field, is_good, wanted in checks:
+        for each, is_good, wanted in checks:
             if not is_good:
-                raise BadRequestError(field, f"must be {wanted}")
+                raise BadRequestError(each, f"must be {wanted}")
 
     def for_prompt(self, index: int) -> "Sampling":
         """Return the same with a seed of its own for the ``index``-th of several prompts.
@@ -265,6 +265,9 @@ class EngineConfig:
     draft_dir: Path | None = None
     """A directory like ``model_dir``, of a draft model whose weights are part of every version,
     under names that begin with ``draft.``; None: there is none."""
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Glob over tensor names -> ``fp8-block`` or ``int8-channel``: what the trainer quantises, and
+    codes are live here."""
     lora: bool = False
     """The weights are those in ``model_dir``, and versions are LoRAs of them."""
     url: str = ""
@@ -273,15 +276,15 @@ class EngineConfig:
     """Holds that server's key, where it wants one."""
 
     def __post_init__(self) -> None:
-        for field in ("threads", "max_batch", "max_waiting"):
-            if getattr(self, field) < 1:
-                raise UsageError(f"{field} must be at least 1")
-        for field, words in (("weights", WEIGHTS), ("names", NAMES)):
-            if getattr(self, field) not in words:
-                found = getattr(self, field)
-                raise UsageError(f"{field} is {found!r}; it can be {', '.join(words)}")
-        if self.lora and self.draft_dir is not None:
-            raise UsageError("a LoRA's versions have no draft model: leave out one of the two")
+        for each in ("threads", "max_batch", "max_waiting"):
+            if getattr(self, each) < 1:
+                raise UsageError(f"{each} must be at least 1")
+        for each, words in (("weights", WEIGHTS), ("names", NAMES)):
+            found = getattr(self, each)
+            if found not in words:
+                raise UsageError(f"{each} is {found!r}; it can be {', '.join(words)}")
+        if self.lora and (self.draft_dir is not None or self.quantised):
+            raise UsageError("with LoRAs there are no draft models and no codes: leave one out")
         if self.threads > THREADS_MAX:
             raise UsageError(f"threads must be at most {THREADS_MAX}")
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.generators.protocol import EngineConfig
+from paceline.refit.generators.transformers.quantised import hold_codes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -49,6 +50,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         described = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(config.model_dir, local_files_only=True)
         model = _read(config, dtype) if config.lora else _build(described, dtype)
+        hold_codes(model, config.quantised)
+    except UsageError:
+        raise
     except Exception as exc:  # transformers raises what its many validators raise
         raise PreflightError(
             f"{config.model_dir} does not hold a model that transformers can build "
@@ -92,7 +96,7 @@ def load_draft(config: EngineConfig, main: LoadedModel) -> torch.nn.Module | Non
     """
     if config.draft_dir is None:
         return None
-    draft = load_model(replace(config, model_dir=config.draft_dir))
+    draft = load_model(replace(config, model_dir=config.draft_dir, quantised={}))
     if draft.tokenizer.get_vocab() != main.tokenizer.get_vocab():
         raise PreflightError(
             f"the draft model of {config.draft_dir} has other tokens than {config.model_dir}"
