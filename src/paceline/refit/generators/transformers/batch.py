@@ -10,6 +10,7 @@ which tokens came from which.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,11 +85,15 @@ class Row:
         )
 
 
+RunModel = Callable[..., Any]
+"""Runs one pass of the model whose weights are live, with the arguments that models take."""
+
+
 class RunningBatch:
     """Rows in flight and their cache; used by one thread, outside of any lock but the gate."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, run_model: RunModel) -> None:
+        self._run_model = run_model
         self.clear()
 
     def clear(self) -> None:
@@ -140,7 +145,7 @@ class RunningBatch:
         """Return a batch for each row, with a copy of its part of the cache."""
         parts = []
         for at, row in enumerate(self.rows):
-            part = RunningBatch(self._model)
+            part = RunningBatch(self._run_model)
             part.rows, part._mask = [row], self._mask[at : at + 1]
             for number, layer in enumerate(self._cache.layers):
                 keys, values = layer.keys[at : at + 1], layer.values[at : at + 1]
@@ -155,7 +160,7 @@ class RunningBatch:
         positions: torch.Tensor,
         cache: Cache,
     ) -> torch.Tensor:
-        output = self._model(
+        output = self._run_model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -195,8 +200,8 @@ class SoloBatches:
     A matrix product of another shape may add up in another order, and a padded attention too.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, run_model: RunModel) -> None:
+        self._run_model = run_model
         self.clear()
 
     @property
@@ -211,7 +216,7 @@ class SoloBatches:
     def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
         """Run each prompt alone; its choices part after the first token."""
         for job in jobs:
-            batch = RunningBatch(self._model)
+            batch = RunningBatch(self._run_model)
             batch.prefill([job], installed)
             self._batches += batch.split()
 
