@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.refit.model import WeightPayloadFormat
 from paceline.refit.trainers.flat import FlatSource, has_flat
 from paceline.refit.trainers.meshes import MeshSource
 from paceline.refit.trainers.protocol import Collected
@@ -48,6 +49,14 @@ class ShardedTrainer(TorchModuleTrainer):
         if self._shards is None:
             raise ValueError("bind_tensors was not called")
         return self._shards.slots
+
+    @property
+    def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
+        """All; of several processes all but checkpoints, whose files have whole tensors."""
+        formats = super().supported_payload_formats
+        if self._shards is not None and len(self._shards.slots) > 1:
+            formats -= {WeightPayloadFormat.FULL_HF_CHECKPOINT}
+        return formats
 
     def bind_tensors(self, tensors: Any) -> str:
         """Take a module or a mapping name -> tensor, once; call it on every process.
