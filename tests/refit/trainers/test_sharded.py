@@ -1,10 +1,13 @@
 """Real torchrun jobs: every rank publishes what is its own, and engines hold the whole weights."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.waiting import wait_until
+from paceline.refit.digest import root_digest
 from paceline.refit.generators.protocol import EngineConfig
 from paceline.refit.generators.transformers.engine import TransformersEngine
 from paceline.refit.model import TensorBuffer, VersionState, WeightPayloadFormat
@@ -12,6 +15,7 @@ from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.fakes.control import LoopbackControl
 from paceline.testing.fakes.generator import FakeGenerator
+from paceline.testing.payloads import tensor_entry
 from paceline.testing.ranks import run_environment, start_ranks
 from paceline.testing.tiny_model import write_tiny_qwen3
 from refit.trainers.torchrun import Job, torchrun
@@ -54,21 +58,41 @@ def check_layout_of(job: Job, layout: str, *, slots: int) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """FSDP2 into a real engine; then the other layouts of two ranks, in the same job."""
-    model_dir = write_tiny_qwen3(tmp_path / "model")
-    layouts = ["qwen3_fsdp2", "tp", "fsdp1", "ddp"]
+    """FSDP2 and tensor parallelism, in one job."""
+    layouts = ["fsdp2", "tp"]
     with torchrun(tmp_path, layouts, ranks=2) as job:
+        for layout in layouts:
+            check_layout_of(job, layout, slots=2)
+        job.end()
+
+
+@pytest.mark.slow
+def test_two_ranks_into_a_real_engine(tmp_path: Path) -> None:
+    """FSDP2 into transformers: what it serves is the trainer's full state dict at every version."""
+    model_dir = write_tiny_qwen3(tmp_path / "model")
+    with torchrun(tmp_path, ["qwen3_fsdp2", "fsdp1", "ddp"], ranks=2) as job:
         config = EngineConfig(model_dir=model_dir, dtype="float32")
         engine = TransformersEngine(config, clock=system_clock(), new_seed=lambda: 7)
         found = job.follow(engine, "qwen3_fsdp2", until=LAST)
+        aliases = engine.tensor_aliases()
         for sequence, live in found.items():
             expected = job.expected("qwen3_fsdp2", sequence)
-            assert live == {name: expected[name] for name in live}
-            assert expected.keys() - live.keys() == engine.tensor_aliases().keys()
+            assert expected.keys() - live.keys() == aliases.keys()
+            whole = {name: expected[name] for name in live}
+            assert live == whole
+            assert root_of(engine, live) == root_of(engine, whole)
         engine.close(timeout_s=30)
-        for layout in layouts[1:]:
+        for layout in ("fsdp1", "ddp"):
             check_layout_of(job, layout, slots=2)
         job.end()
+
+
+def root_of(engine: TransformersEngine, state: Mapping[str, bytes]) -> str:
+    """The root digest that these bytes have as one slot's whole tensors."""
+    shapes = engine.live_tensors()
+    return root_digest(
+        tensor_entry(replace(shapes[name], data=memoryview(data))) for name, data in state.items()
+    )
 
 
 @pytest.mark.slow

@@ -71,6 +71,11 @@ class ShardedTrainer(TorchModuleTrainer):
             else:
                 self._shards = MeshSource(inner, mesh=self._mesh)
             self._slot = self._shards.slot
+            if self._slot not in self._shards.slots:
+                raise ValueError(
+                    f"nothing of the model is for {self._slot} to publish: it has fewer tensors, "
+                    "or rows, than there are processes; publish it from one process, alone"
+                )
         return super().bind_tensors(tensors)
 
     def _collect(self, source: Any) -> Collected:
