@@ -1,17 +1,23 @@
 """Versions of two trainer processes in one engine: both halves of a version, or none of it."""
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from paceline.refit.errors import ApplyError, FetchError
+from paceline.refit.errors import ApplyError, FetchError, VerifyError
 from paceline.refit.generators.protocol import GeneratorEngineAdapter
-from paceline.refit.model import TensorBuffer
+from paceline.refit.model import Shard, TensorBuffer
 from paceline.refit.publisher import Publisher
+from paceline.refit.receiver.fetch import Fetcher, FetchParts
+from paceline.refit.receiver.gathering import Turns, fetch_slots
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.transports.memory import MemoryObjectReader
+from paceline.testing.clock import FakeClock
 from paceline.testing.fakes.generator import FakeGenerator
+from paceline.testing.payloads import full_payload
 from refit.publisher.test_together import ROWS, World
 
 EMPTY = TensorBuffer(name="w", dtype="F32", shape=(ROWS, 5), data=memoryview(bytearray(ROWS * 20)))
@@ -128,3 +134,34 @@ def test_half_a_version_is_none(world: World) -> None:
     reader.unreachable = ""
     settle(receiver, world)
     assert engine.live_bytes()["w"] == weights(a, b)
+
+
+def test_one_slot_that_cannot_be_had_ends_the_others() -> None:
+    """What is raised is the cause, whichever slot it was; a stop from outside passes too."""
+    manifests = {slot: full_payload([EMPTY])[0] for slot in ("a", "b", "c")}
+    begun = threading.Barrier(3)
+
+    class Endless(Fetcher):
+        def fetch_objects(self, *args: Any, **kwargs: Any) -> Any:
+            begun.wait(20)
+            while True:
+                self._parts.between_reads()
+
+    class Broken(Fetcher):
+        def fetch_objects(self, *args: Any, **kwargs: Any) -> Any:
+            begun.wait(20)
+            raise FetchError("b is away")
+
+    turns = Turns(lambda: None)
+    parts = FetchParts(clock=FakeClock(), between_reads=turns)
+    reader = MemoryObjectReader()
+    fetchers = {
+        "a": Endless(reader, parts),
+        "b": Broken(reader, parts),
+        "c": Endless(reader, parts),
+    }
+    sources: dict[str, list[Shard]] = {slot: [] for slot in manifests}
+    with pytest.raises(FetchError, match="b is away"):
+        fetch_slots(manifests, fetchers, sources, turns=turns, bytes_max=2**20)
+    with pytest.raises(VerifyError, match="at most 100 can be right"):
+        fetch_slots(manifests, fetchers, sources, turns=turns, bytes_max=100)
