@@ -1,8 +1,8 @@
 """Publishing by several ranks: what it costs each of them, and how soon they know that one is gone.
 
-Two cores cannot run four ranks at once, so ranks take turns: one stages, the others stand in a
-barrier. A rank's time is the best of its rounds; the slowest rank counts. The figure beside it is
-processor time, which does not depend on who else is there.
+Two cores cannot run four ranks at once, so ranks take turns: one stages, the others sleep. A
+rank's time is the best of its rounds; the slowest rank counts. The figure beside it is processor
+time, which does not depend on who else is there.
 """
 
 import json

@@ -4,12 +4,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
+from paceline.core.waiting import wait_until
 from paceline.refit.model import TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.sharded import ShardedTrainer
 from paceline.system import system_clock
@@ -57,6 +60,26 @@ def publish(trainer: ShardedTrainer, payload_format: WeightPayloadFormat) -> tup
     return took
 
 
+@contextmanager
+def turn(folder: Path, name: str, rank: int, world: int) -> Iterator[None]:
+    """Act when every rank is ready and those before this one have acted; others sleep meanwhile.
+
+    A barrier would not do: whoever waits in gloo's keeps a core busy.
+    """
+    (folder / f"{name}-ready-{rank}").touch()
+    before = [folder / f"{name}-ready-{each}" for each in range(world)]
+    before += [folder / f"{name}-done-{each}" for each in range(rank)]
+    wait_until(
+        lambda: all(path.exists() for path in before),
+        what=f"the turn of rank {rank}",
+        clock=system_clock(),
+        timeout_s=300,
+        interval_s=0.01,
+    )
+    yield
+    (folder / f"{name}-done-{rank}").touch()
+
+
 def main() -> None:
     """Measure rank after rank, and write what this one found."""
     folder, mebibytes = Path(sys.argv[1]), int(sys.argv[2])
@@ -73,13 +96,10 @@ def main() -> None:
             ("delta", WeightPayloadFormat.XOR_DELTA),
         ):
             step(model, generator)
-            for turn in range(world):
-                distributed.barrier()
-                if turn == rank:
-                    took = publish(trainer, payload_format)
-                    if round_:  # the first one takes memory
-                        found[kind].append(took)
-            distributed.barrier()
+            with turn(folder, f"{round_}-{kind}", rank, world):
+                took = publish(trainer, payload_format)
+            if round_:  # the first one takes memory
+                found[kind].append(took)
     best = {kind: [min(each) for each in zip(*some, strict=True)] for kind, some in found.items()}
     (folder / f"{world}-{rank}.json").write_text(json.dumps(best))
     distributed.barrier()

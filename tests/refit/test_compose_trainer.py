@@ -62,3 +62,12 @@ def test_a_word_that_nobody_knows_is_refused(name: str, value: str) -> None:
     """A typo is not read as a default."""
     with pytest.raises(UsageError, match=value):
         run_settings({**NEEDED, name: value})
+
+
+def test_torchrun_says_how_many_processes_there_are_and_which_start_it_is() -> None:
+    """Without torchrun a process publishes alone, and no start needs a name."""
+    plain = run_settings(NEEDED)
+    assert (plain.world_size, plain.incarnation) == (0, "")
+    started = {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
+    settings = run_settings({**NEEDED, **started})
+    assert (settings.world_size, settings.incarnation) == (4, "x/2")

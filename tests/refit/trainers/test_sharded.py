@@ -1,22 +1,30 @@
 """Real torchrun jobs: every rank publishes what is its own, and engines hold the whole weights."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.core.waiting import wait_until
+from paceline.refit.digest import root_digest
 from paceline.refit.generators.protocol import EngineConfig
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.model import TensorBuffer, VersionState, WeightPayloadFormat
+from paceline.refit.manifest.region import Box
+from paceline.refit.model import Region, TensorBuffer, VersionState, WeightPayloadFormat
+from paceline.refit.plan.resharding import want_fused, want_part
 from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.fakes.control import LoopbackControl
 from paceline.testing.fakes.generator import FakeGenerator
+from paceline.testing.payloads import tensor_entry
 from paceline.testing.ranks import run_environment, start_ranks
 from paceline.testing.tiny_model import write_tiny_qwen3
 from refit.trainers.torchrun import Job, torchrun
 
 LAST = 2
+TP = 2
 
 
 def bare_engine(job: Job, layout: str) -> FakeGenerator:
@@ -39,6 +47,7 @@ def bare_engine(job: Job, layout: str) -> FakeGenerator:
 def check_layout_of(job: Job, layout: str, *, slots: int) -> None:
     """An engine that follows has at each version the very bits of the trainer's weights."""
     found = job.follow(bare_engine(job, layout), layout, until=LAST)
+    job.go_on(layout)
     assert sorted(found) == list(range(LAST + 1))
     for sequence, live in found.items():
         expected = job.expected(layout, sequence)
@@ -54,21 +63,75 @@ def check_layout_of(job: Job, layout: str, *, slots: int) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """FSDP2 into a real engine; then the other layouts of two ranks, in the same job."""
-    model_dir = write_tiny_qwen3(tmp_path / "model")
-    layouts = ["qwen3_fsdp2", "tp", "fsdp1", "ddp"]
+    """FSDP2 and tensor parallelism, in one job."""
+    layouts = ["fsdp2", "tp"]
     with torchrun(tmp_path, layouts, ranks=2) as job:
+        for layout in layouts:
+            check_layout_of(job, layout, slots=2)
+        job.end()
+
+
+@pytest.mark.slow
+def test_two_ranks_into_a_real_engine(tmp_path: Path) -> None:
+    """FSDP2 into transformers: what it serves is the trainer's full state dict at every version."""
+    model_dir = write_tiny_qwen3(tmp_path / "model")
+    with torchrun(tmp_path, ["qwen3_fsdp2", "fsdp1", "ddp"], ranks=2) as job:
         config = EngineConfig(model_dir=model_dir, dtype="float32")
         engine = TransformersEngine(config, clock=system_clock(), new_seed=lambda: 7)
         found = job.follow(engine, "qwen3_fsdp2", until=LAST)
+        aliases = engine.tensor_aliases()
         for sequence, live in found.items():
             expected = job.expected("qwen3_fsdp2", sequence)
-            assert live == {name: expected[name] for name in live}
-            assert expected.keys() - live.keys() == engine.tensor_aliases().keys()
+            assert expected.keys() - live.keys() == aliases.keys()
+            whole = {name: expected[name] for name in live}
+            assert live == whole
+            assert root_of(engine, live) == root_of(engine, whole)
         engine.close(timeout_s=30)
-        for layout in layouts[1:]:
+        for rank in range(TP):
+            check_worker(job, engine, rank)
+        job.go_on("qwen3_fsdp2")
+        for layout in ("fsdp1", "ddp"):
             check_layout_of(job, layout, slots=2)
         job.end()
+
+
+def check_worker(job: Job, engine: TransformersEngine, rank: int) -> None:
+    """A worker of tensor parallelism reads its rows of q, k and v fused, and its columns of o."""
+    layer = "model.layers.1.self_attn"
+    shapes = {name: buffer.shape for name, buffer in engine.live_tensors().items()}
+    fused = []
+    for part in ("q", "k", "v"):
+        rows, columns = shapes[f"{layer}.{part}_proj.weight"]
+        own = rows // TP
+        box = Box((own * rank, 0), (own * (rank + 1), columns))
+        fused.append((f"{layer}.{part}_proj.weight", box))
+    rows, columns = shapes[f"{layer}.o_proj.weight"]
+    mine = slice(columns // TP * rank, columns // TP * (rank + 1))
+    region = Region(global_shape=(rows, columns), offsets=(0, mine.start))
+    wants = {
+        "qkv": want_fused(fused),
+        "o": want_part(f"{layer}.o_proj.weight", (rows, columns // TP), region),
+    }
+
+    found = job.read("qwen3_fsdp2", "qwen3_fsdp2-000000", wants)
+
+    state = job.expected("qwen3_fsdp2", 0)
+
+    def whole(name: str) -> np.ndarray:
+        return np.frombuffer(state[name], dtype=np.float32).reshape(shapes[name])
+
+    expected = np.concatenate([whole(name)[b.start[0] : b.stop[0]] for name, b in fused])
+    assert bytes(found.data["qkv"]) == expected.tobytes()
+    columns_of_o = np.ascontiguousarray(whole(f"{layer}.o_proj.weight")[:, mine])
+    assert bytes(found.data["o"]) == columns_of_o.tobytes()
+
+
+def root_of(engine: TransformersEngine, state: Mapping[str, bytes]) -> str:
+    """The root digest that these bytes have as one slot's whole tensors."""
+    shapes = engine.live_tensors()
+    return root_digest(
+        tensor_entry(replace(shapes[name], data=memoryview(data))) for name, data in state.items()
+    )
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,13 @@ from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
 from paceline.refit.control.auth import TokenRole
 from paceline.refit.generators.protocol import GeneratorEngineAdapter
-from paceline.refit.manifest.signature import verify_key
+from paceline.refit.manifest.signature import trust_in, verify_key
+from paceline.refit.plan.resharding import Want
+from paceline.refit.receiver.fetch import Fetcher, FetchParts
 from paceline.refit.receiver.install import Supply
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
+from paceline.refit.receiver.resharded import Resharded, SlotSource, read_wants
+from paceline.refit.receiver.shards import check_manifests_are_of, sources_by_slot
 from paceline.refit.staging.torch_bytes import DTYPE_WORDS
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.store.memory import MemoryStore
@@ -83,9 +87,24 @@ class Job:
             return until in found
 
         self.wait(is_there, f"sequence {until} of {layout}")
-        (self.folder / f"{layout}.seen").touch()
         reader.close()
         control.close()
+        return found
+
+    def read(self, layout: str, uid: str, wants: Mapping[str, Want]) -> Resharded:
+        """Read parts of a version as a worker of another layout does."""
+        clock = system_clock()
+        reader = HttpObjectReader(token=lambda: DATA_TOKEN, clock=clock, chance=chance)
+        version = self.control.ledger.get_version(uid)
+        trust = trust_in(version, verify_key(self.verify_key))
+        slots = []
+        for sources in sources_by_slot(version, self.control.ledger.list_shards(uid)).values():
+            fetcher = Fetcher(reader, FetchParts(clock=clock, trust=trust))
+            manifest = fetcher.fetch_manifest(sources)
+            slots.append(SlotSource(manifest=manifest, shards=sources, fetcher=fetcher))
+        check_manifests_are_of({s.manifest.source_slot_id: s.manifest for s in slots}, version)
+        found = read_wants(wants, slots, bytes_max=2**24)
+        reader.close()
         return found
 
     def expected(self, layout: str, step: int) -> dict[str, bytes]:
@@ -100,6 +119,10 @@ class Job:
         self.expected(layout, 0)
         state = torch.load(self.folder / f"{layout}-0.pt")
         return {name: (DTYPE_WORDS[v.dtype], tuple(v.shape)) for name, v in state.items()}
+
+    def go_on(self, layout: str) -> None:
+        """Let the ranks stop serving a layout's versions."""
+        (self.folder / f"{layout}.seen").touch()
 
     def end(self) -> None:
         """Return when the job is over. Fails if it did not go well."""

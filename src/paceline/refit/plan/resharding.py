@@ -47,7 +47,7 @@ class Copy:
     source_offset: int
     """In the part's own bytes."""
     target_offset: int
-    """In the want's own bytes."""
+    """In the bytes of what is wanted."""
     size: int
 
 

@@ -30,6 +30,7 @@ from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
 from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.gathering import AT_A_TIME_MAX, Turns, fetch_slots
 from paceline.refit.receiver.lease import hold_lease
 from paceline.refit.receiver.shards import (
     check_manifests_are_of,
@@ -253,7 +254,8 @@ class Installer:
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
         slots = sources_by_slot(version, self._control.list_shards(version.uid))
-        fetchers = {slot: self._fetcher(version, keep_alive) for slot in slots}
+        turns = Turns(keep_alive)
+        fetchers = {slot: self._fetcher(version, turns) for slot in slots}
         manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
         check_manifests_are_of(manifests, version)
         whole = whole_manifest(list(manifests.values()))
@@ -261,12 +263,15 @@ class Installer:
             self._prepare(whole)
         checks = replace(checks, lora=whole.lora if self._loras is not None else None)
         live = self._room_for(whole, base)
-        left = 2 * sum(len(buffer.data) for buffer in live.values()) + PAYLOAD_SLACK_BYTES
-        shards = []
-        for slot, manifest in manifests.items():
-            objects = fetchers[slot].fetch_objects(manifest, slots[slot], bytes_max=left)
-            left -= sum(len(data) for data in objects.values())
-            shards.append(FetchedShard(manifest=manifest, objects=objects))
+        live_bytes = sum(len(buffer.data) for buffer in live.values())
+        shards = fetch_slots(
+            manifests,
+            fetchers,
+            slots,
+            turns=turns,
+            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
+            at_a_time=AT_A_TIME_MAX if self._supply.spread is None else 1,  # it is one for all
+        )
         return self._staged(shards, live, base, checks), sum(shard.num_bytes for shard in shards)
 
     def _room_for(
