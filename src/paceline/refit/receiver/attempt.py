@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
@@ -13,6 +13,7 @@ from paceline.refit.errors import (
     VerifyError,
 )
 from paceline.refit.receiver.pieces import Piece
+from paceline.refit.receiver.prover import Prover
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -30,7 +31,7 @@ class Tools:
 
     reader: ObjectReader
     clock: Clock
-    checker: Executor
+    prover: Prover
     on_record: Callable[[TransferRecord], None]
 
 
@@ -91,7 +92,7 @@ class Attempt:
     def _on_part(self, index: int) -> None:
         key = self._keys[index]
         piece, target = self._targets[key]
-        self._checks[key] = self._tools.checker.submit(piece.check, target)
+        self._checks[key] = self._tools.prover.submit(piece.check, target)
         self.last_at = self._tools.clock.monotonic()
 
     def _settle(self) -> None:
@@ -105,6 +106,8 @@ class Attempt:
                     source=self._endpoint,
                     wanted=self._targets[key][0].wanted,
                 )
+            except FetchError as exc:  # it is right, and the disk did not take it
+                self.problem = exc
 
 
 class Hedge:

@@ -1,6 +1,7 @@
 """Getting a version's bytes: sizes are checked before memory is taken, hashes as bytes arrive.
 
-A payload is fetched window by window. Within one, every piece is proven while the next travels.
+A payload is fetched window by window, into memory that is used again for the next. Within one,
+every piece is proven, while it is still in the cache, and put where it waits as the next travels.
 A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
 comes out is whole and proven, or an error: nobody sees anything in between. Where receivers serve
 each other, ``spread`` takes the place of the windows.
@@ -9,8 +10,8 @@ each other, ``spread`` takes the place of the windows.
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,16 +23,17 @@ from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Replica, Shard
 from paceline.refit.receiver.attempt import Attempt, Target, Tools
 from paceline.refit.receiver.pieces import Piece, pieces_of, windows_of
-from paceline.refit.receiver.spool import Spool
+from paceline.refit.receiver.prover import Prover
+from paceline.refit.receiver.spool import Spool, Spooled
 from paceline.refit.receiver.spread import Order, Spread
 from paceline.refit.receiver.watch import Watch, WatchRules
-from paceline.refit.transports.protocol import ObjectReader, TransferRecord
+from paceline.refit.transports.protocol import ObjectReader, TransferRecord, open_session
 
 T = TypeVar("T")
 
 TRUSTED_TRANSPORTS = frozenset({"nixl"})
 """They run inside one trusted network only: content digests are proof enough there."""
-_CHECKERS_MAX = 4
+_PROVERS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,19 +146,28 @@ class Fetcher:
                 )
             )
         objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
-        endpoints = self._endpoints(sources)
+        self._fetch_windows(manifest, self._endpoints(sources), objects)
+        return {object_id: data.view.toreadonly() for object_id, data in objects.items()}
+
+    def _fetch_windows(
+        self, manifest: Manifest, endpoints: Sequence[str], objects: Mapping[str, Spooled]
+    ) -> None:
         by_content = self._reader.transport in TRUSTED_TRANSPORTS
         pieces = list(pieces_of(manifest, by_content=by_content))
-        with ThreadPoolExecutor(min(_CHECKERS_MAX, os.cpu_count() or 1)) as checker:
+        total = sum(piece.wanted.size for piece in pieces)
+        size = min(total, self._limits.window_bytes)
+        with (
+            Prover(_provers()) as prover,
+            open_session(self._reader, window_bytes=size) as session,
+        ):
             tools = Tools(
-                reader=self._reader,
+                reader=session.reader,
                 clock=self._parts.clock,
-                checker=checker,
+                prover=prover,
                 on_record=self._parts.on_record,
             )
             for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
-                self._fetch_window(tools, _targets(window, objects), endpoints)
-        return {object_id: data.toreadonly() for object_id, data in objects.items()}
+                self._fetch_window(tools, _targets(window, session.window, objects), endpoints)
 
     def _endpoints(self, sources: Sequence[Shard]) -> Sequence[str]:
         """Return where the sources serve; one that cannot be read from here is left out."""
@@ -219,16 +230,32 @@ class Fetcher:
         return good, problems
 
 
-def _targets(window: Sequence[Piece], objects: Mapping[str, memoryview]) -> dict[int, Target]:
-    return {
-        index: (
-            piece,
-            objects[piece.wanted.object_id][
-                piece.wanted.offset : piece.wanted.offset + piece.wanted.size
-            ],
-        )
-        for index, piece in enumerate(window)
-    }
+def _provers() -> int:
+    """Return how many threads prove: one core reads."""
+    return max(1, min(_PROVERS_MAX, (os.cpu_count() or 1) - 1))
+
+
+def _targets(
+    pieces: Sequence[Piece], window: memoryview, objects: Mapping[str, Spooled]
+) -> dict[int, Target]:
+    """Give each piece its place in the window; what is larger goes where it stays at once."""
+    found: dict[int, Target] = {}
+    at = 0
+    for index, piece in enumerate(pieces):
+        wanted, data = piece.wanted, objects[piece.wanted.object_id]
+        if wanted.size > len(window):
+            found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
+            continue
+        kept = replace(piece, check=partial(_prove_and_keep, piece, data))
+        found[index] = (kept, window[at : at + wanted.size])
+        at += wanted.size
+    return found
+
+
+def _prove_and_keep(piece: Piece, kept: Spooled, data: memoryview) -> None:
+    """Prove a piece and put it in its place. Raises VerifyError, FetchError."""
+    piece.check(data)
+    kept.write(piece.wanted.offset, data)
 
 
 def _one_of(problems: Sequence[FetchError | VerifyError]) -> FetchError | VerifyError:
