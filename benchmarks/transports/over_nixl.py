@@ -4,7 +4,6 @@
 whole fetch, into a file, which has no limit of its own: it measures the system's page cache too.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
