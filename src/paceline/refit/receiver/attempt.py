@@ -9,6 +9,7 @@ from paceline.core.clock import Clock
 from paceline.refit.errors import (
     FetchError,
     LyingSourceError,
+    NoRoomError,
     TransferCancelledError,
     VerifyError,
 )
@@ -45,6 +46,8 @@ class Attempt:
         self._keys = list(targets)
         self._checks: dict[int, Future[None]] = {}
         self.problem: FetchError | VerifyError | None = None
+        self.no_room: NoRoomError | None = None
+        """Why what came could not be kept, which is nobody's fault."""
         self.last_at = tools.clock.monotonic()
         """When the last piece arrived."""
 
@@ -106,8 +109,8 @@ class Attempt:
                     source=self._endpoint,
                     wanted=self._targets[key][0].wanted,
                 )
-            except FetchError as exc:  # it is right, and the disk did not take it
-                self.problem = exc
+            except NoRoomError as exc:
+                self.no_room = exc
 
 
 class Hedge:

@@ -221,8 +221,10 @@ class Fetcher:
             missing = [key for key in targets if key not in good]
             good |= set(hedge.finish(missing if watch.stop is None else ()))
             attempts.append(hedge.attempt)
-        if watch.stop is not None:
-            raise watch.stop
+        no_room = [each.no_room for each in attempts if each.no_room is not None]
+        for reason in (watch.stop, *no_room):
+            if reason is not None:
+                raise reason
         problems = [each.problem for each in attempts if each.problem is not None]
         if not problems and len(good) < len(targets):
             problems = [watch.silence(endpoint)]
@@ -253,7 +255,7 @@ def _targets(
 
 
 def _prove_and_keep(piece: Piece, kept: Spooled, data: memoryview) -> None:
-    """Prove a piece and put it in its place. Raises VerifyError, FetchError."""
+    """Prove a piece and put it in its place. Raises VerifyError, NoRoomError."""
     piece.check(data)
     kept.write(piece.wanted.offset, data)
 

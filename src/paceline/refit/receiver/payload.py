@@ -44,7 +44,7 @@ class PayloadBuffer:
     """Memory for a manifest's objects, filled in any order; safe from several threads."""
 
     def __init__(self, manifest: Manifest, spool: Spool) -> None:
-        """Take the memory: whoever calls has checked the sizes. Raises FetchError."""
+        """Take the memory: whoever calls has checked the sizes. Raises NoRoomError."""
         self.chunks = chunks_of(manifest)
         self._data = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
         self._have = 0
@@ -70,7 +70,7 @@ class PayloadBuffer:
 
         Raises:
             VerifyError: these are other bytes.
-            FetchError: the disk did not take them.
+            NoRoomError: the disk did not take them.
         """
         chunk = self.chunks[number]
         verify_chunk(chunk.item, chunk.index, data)

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from paceline.refit.errors import FetchError
+from paceline.refit.errors import NoRoomError
 
 
 class Spooled:
@@ -30,7 +30,7 @@ class Spooled:
         A file is written to, not stored into: a page at a time is what mapped memory takes.
 
         Raises:
-            FetchError: the disk took them not.
+            NoRoomError: the disk did not take them.
         """
         if self._fd is None:
             self.view[offset : offset + data.nbytes] = data
@@ -39,7 +39,7 @@ class Spooled:
             try:
                 done = os.pwrite(self._fd, data, offset)
             except OSError as exc:
-                raise FetchError(f"fetched weights cannot be kept: {exc.strerror}") from exc
+                raise NoRoomError(f"fetched weights cannot be kept: {exc.strerror}") from exc
             data, offset = data[done:], offset + done
 
 
@@ -57,7 +57,7 @@ class Spool:
         self._directory = directory
 
     def open(self, num_bytes: int) -> Spooled:
-        """Return a buffer of so many bytes. Raises FetchError: there is no room for it."""
+        """Return a buffer of so many bytes. Raises NoRoomError: there is no room for it."""
         if num_bytes <= self._memory_bytes_max:
             return Spooled(memoryview(bytearray(num_bytes)))
         where = self._directory or Path(tempfile.gettempdir())
@@ -70,7 +70,7 @@ class Spool:
         except OSError as exc:
             full = exc.errno in {errno.ENOSPC, errno.EDQUOT}
             why = "is full" if full else f"cannot be used ({exc.strerror})"
-            raise FetchError(
+            raise NoRoomError(
                 f"{where} {why}: {num_bytes} bytes of weights must wait there until they are "
                 "proven; make room, or point TMPDIR elsewhere"
             ) from exc
