@@ -1,9 +1,11 @@
 """Receivers that serve each other: real threads, the real ledger, faults of every kind."""
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.errors import ControlUnavailableError, FetchError
 from paceline.refit.model import TensorBuffer
 from paceline.refit.plan.sources import ReadPolicy
-from paceline.refit.receiver.install import Supply
+from paceline.refit.receiver.fetch import FetchLimits
+from paceline.refit.receiver.install import InstallLimits, Supply
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.spread import Spread, SpreadOptions
@@ -25,6 +28,7 @@ from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 from paceline.testing.fakes.trainer import FakeTrainer, State, bytes_of, root_of
+from refit.conftest import SMALL_DISK_BYTES
 
 CHUNK_BYTES = 1000
 POLICY = ReadPolicy(patience_s=0.2, patience_unknown_s=0.5, hedge_after_s=0.3)
@@ -140,6 +144,7 @@ class World:
     def add(self, name: str, *, region: str = "", **changes: Any) -> Node:
         server = MemoryObjectServer()
         board: Any = changes.pop("board", self.ledger)
+        fetch = changes.pop("fetch", FetchLimits())
         swarm = Swarm(
             board=board,
             server=server,
@@ -151,7 +156,13 @@ class World:
         spread = Spread(swarm, SpreadOptions(policy=POLICY))
         reader: ObjectReader = Line(self, name)
         receiver = Receiver(
-            ReceiverConfig(worker_id=name, model_name="m", run_id="r", endpoint=""),
+            ReceiverConfig(
+                worker_id=name,
+                model_name="m",
+                run_id="r",
+                endpoint="",
+                limits=InstallLimits(fetch=fetch),
+            ),
             control=self.ledger,
             engine=engine,
             reader=reader,
@@ -339,6 +350,40 @@ def test_what_is_gone_is_served_no_longer() -> None:
     node.spread.keep_only(frozenset({"v1"}))
     assert world.ledger.list_replicas("v0") == []
     assert node.server._objects._entries == {}
+
+
+@pytest.mark.parametrize("promises", [False, True])
+def test_a_receiver_without_room_harms_nobody(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, *, promises: bool
+) -> None:
+    """Where one keeps what it serves on the disk is full, before the first byte or at the last.
+
+    It says so and blames nobody, the others neither wait for it nor lack anything, and once there
+    is room it takes all from them.
+    """
+    if promises:  # a file system that finds out when it is written to
+        monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: os.ftruncate(fd, at + size))
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(SMALL_DISK_BYTES - PAYLOAD // 2 // 4096 * 4096))
+    world = World()
+    for name in ("n0", "n1"):
+        world.add(name)
+    full = world.add("full", fetch=FetchLimits(window_bytes=1024, spool_dir=small_disk))
+    world.trainer.publish_full("v0", 0, STATE)
+    world.start()
+    world.wait("n0", "n1")
+    deadline = world.clock.monotonic() + 20
+    while not world.refusals():
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.01)
+    assert not full.is_done()
+    assert all("No space" in str(each) or "is full" in str(each) for each in world.refusals())
+    filler.unlink()
+    before = world.bytes_from("trainer")
+    world.wait("full")
+    world.stop()
+    assert world.bytes_from("trainer") < before + PAYLOAD // 2, "reads that were under way may end"
+    assert {each.worker_id for each in world.ledger.list_replicas("v0")} == {"n0", "n1", "full"}
 
 
 class DeafBoard:

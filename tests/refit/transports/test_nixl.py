@@ -22,7 +22,12 @@ from paceline.refit.trainers.protocol import NixlMetadataProvider
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
-from paceline.refit.transports.nixl.reader import BATCH_BYTES, NixlObjectReader
+from paceline.refit.transports.nixl.reader import (
+    BATCH_BYTES,
+    NixlObjectReader,
+    _descriptors,
+    _Move,
+)
 from paceline.refit.transports.nixl.server import NixlObjectServer
 from paceline.refit.transports.nixl.table import Stretch, Table, parse_table, render_table
 from paceline.refit.transports.protocol import Part, Terms, read_object, read_parts
@@ -188,6 +193,81 @@ def test_parts_of_a_batch_and_above() -> None:
     assert set(record.stages) == {"plan", "move"}
     source.close()
     sink.close()
+
+
+class CountingDoor(HttpObjectReader):
+    """Counts what is asked for."""
+
+    asked = 0
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        self.asked += 1
+        return super().read_manifest(address, size_max=size_max, timeout_s=timeout_s)
+
+
+def counting_reader() -> tuple[NixlObjectReader, NixlAgent, CountingDoor]:
+    door = CountingDoor(token=lambda: TOKEN, clock=system_clock(), chance=lambda: 0.5)
+    found = agent("reader")
+    return NixlObjectReader(found, door, clock=system_clock()), found, door
+
+
+def test_a_session_asks_once_and_its_window_stays_registered() -> None:
+    """Plans of a session know where objects are; the next session has the same window again."""
+    data = np.random.default_rng(1).integers(0, 256, 10_000, dtype=np.uint8).tobytes()
+    source = server()
+    source.serve_object("ab", [memoryview(data)])
+    sink, found, door = counting_reader()
+    known: set[int] = set()
+    for session in range(3):
+        with sink.session(window_bytes=4000 - session) as opened:
+            known.add(region_of(opened.window).address)
+            for offset in range(0, 10_000, 2000):
+                part = Part(
+                    wanted=ObjectRange(object_id="ab", offset=offset, size=2000),
+                    target=opened.window[:2000],
+                )
+                read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+                assert bytes(part.target) == data[offset : offset + 2000]
+            assert door.asked == session + 1
+    assert len(known) == 1
+    with sink.session(window_bytes=2000) as one, sink.session(window_bytes=2000) as other:
+        assert region_of(one.window).address != region_of(other.window).address
+    bare = len(agent("bare").nixl_metadata)
+    assert len(found.nixl_metadata) > bare
+    sink.close()
+    assert found._registered == {}
+    source.close()
+
+
+def test_a_session_asks_anew_when_a_read_has_failed() -> None:
+    """What a source said is believed until it does not hold."""
+    source = server()
+    source.serve_object("ab", [memoryview(bytes(range(200)))])
+    sink, _, door = counting_reader()
+    with sink.session(window_bytes=200) as opened:
+        wanted = ObjectRange(object_id="ab", offset=0, size=200)
+        part = Part(wanted=wanted, target=opened.window)
+        read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+        with pytest.raises(FetchError, match="not done"):
+            read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=-1))
+        read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+        assert bytes(opened.window) == bytes(range(200))
+        assert door.asked == 2
+    sink.close()
+    source.close()
+
+
+def test_batches_take_as_few_descriptors_as_memory_is_apart() -> None:
+    """Neighbours on both sides are one stretch; where either side jumps there are two."""
+
+    def move(local: int, remote: int, size: int) -> _Move:
+        return _Move(part=0, local=Region(local, size), remote=Region(remote, size))
+
+    local, remote = _descriptors([move(0, 100, 10), move(10, 110, 5), move(15, 200, 5)])
+    assert local == [Region(0, 15), Region(15, 5)]
+    assert remote == [Region(100, 15), Region(200, 5)]
+    local, remote = _descriptors([move(0, 100, 10), move(20, 110, 5)])
+    assert (len(local), len(remote)) == (2, 2)
 
 
 def test_agent_provides_what_the_trainer_contract_asks() -> None:

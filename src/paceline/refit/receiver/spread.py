@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from paceline.refit.errors import (
     FetchError,
     LyingSourceError,
+    NoRoomError,
     TransferCancelledError,
     VerifyError,
 )
@@ -33,6 +34,7 @@ from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.sourcebook import SourceBook
 from paceline.refit.receiver.spool import Spool
 from paceline.refit.receiver.swarm import Membership, Swarm
+from paceline.refit.receiver.transfers import joined
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -323,6 +325,8 @@ class _Run:
         """Read one chunk, in a thread of the pool."""
         try:
             self._read_chunk(flight)
+        except NoRoomError as exc:  # nobody's fault
+            flight.crash = exc
         except (FetchError, VerifyError) as exc:
             flight.error = exc
         except TransferCancelledError:
@@ -392,17 +396,13 @@ class _Run:
 
     def _note(self, name: str, flight: _Flight, *, problem: str = "") -> None:
         """Add a read to what its source's record says: one line for each source."""
-        known = self._records.get(name) or TransferRecord(
-            transport=self._order.reader.transport, source=name, num_bytes=0, seconds=0.0
+        seconds = flight.ended_s - flight.started_s
+        record = flight.done or TransferRecord(
+            transport=self._order.reader.transport, source=name, num_bytes=0, seconds=0.0, retries=1
         )
-        done = flight.done
-        self._records[name] = replace(
-            known,
-            num_bytes=known.num_bytes + (0 if done is None else done.num_bytes),
-            seconds=known.seconds + flight.ended_s - flight.started_s,
-            retries=known.retries + (1 if done is None else done.retries),
-            problem=problem or known.problem,
-        )
+        record = replace(record, source=name, seconds=seconds, problem=problem)
+        known = self._records.get(name)
+        self._records[name] = record if known is None else joined(known, record)
 
     def _end(self) -> None:
         for flight in self._flights:
