@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from paceline import system
+from paceline.core.address import is_loopback
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.compose.data import DataPlane, open_source
 from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
-from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
 from paceline.refit.manifest.signature import (
     Statement,

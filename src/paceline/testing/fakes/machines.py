@@ -8,6 +8,7 @@ from paceline.rental.model import ExitCode
 from paceline.rental.remote.protocol import Captured, SshTarget
 from paceline.testing.fakes.gpus import FakeGpus
 from paceline.testing.fakes.machine import FakeMachine
+from paceline.testing.fakes.published import PublishedPort
 
 
 class SshMachines:
@@ -23,6 +24,8 @@ class SshMachines:
         self._machines: dict[str, FakeMachine] = {}
         self._numbers = itertools.count(1)
         self._gpus: dict[str, FakeGpus] = {}
+        self.published: dict[tuple[str, int], PublishedPort] = {}
+        """Public ports by machine and port there."""
 
     def equip(self, instance_id: str, gpus: FakeGpus) -> None:
         """Say what the machine's driver is to show; before its first start."""
@@ -52,14 +55,28 @@ class SshMachines:
             machine.authorize(key)
         return machine.host, machine.port
 
+    def publish(self, instance_id: str, port: int) -> tuple[str, int]:
+        """Have a public port that leads to one of the machine's."""
+        key = (instance_id, port)
+        if key not in self.published:
+            self.published[key] = PublishedPort((self._machines[instance_id].host, port))
+        found = self.published[key]
+        return found.host, found.port
+
+    def _unpublish(self, instance_id: str) -> None:
+        for key in [key for key in self.published if key[0] == instance_id]:
+            self.published.pop(key).close()
+
     def stop(self, instance_id: str) -> None:
-        """End its processes."""
+        """End its processes; its public ports are others when it runs again."""
+        self._unpublish(instance_id)
         machine = self._machines.get(instance_id)
         if machine is not None:
             machine.stop()
 
     def remove(self, instance_id: str) -> None:
         """End it for good; its directory goes with the root."""
+        self._unpublish(instance_id)
         machine = self._machines.pop(instance_id, None)
         if machine is not None:
             machine.stop()
