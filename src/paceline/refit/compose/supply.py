@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from paceline import system
-from paceline.core.address import is_loopback
+from paceline.core.address import is_loopback, told_as
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.compose.data import DataPlane, open_source
 from paceline.refit.compose.keys import DATA_NAME
@@ -91,7 +91,7 @@ def may_serve_on(plane: DataPlane, region: str) -> bool:
     Loopback is one computer only; with RDMA or a bucket before HTTP no uplink is narrow.
     """
     is_http = plane.transports[0] == "http"
-    return is_http and (region in ALONE or not is_loopback(plane.host))
+    return is_http and (region in ALONE or not is_loopback(told_as(plane.host)))
 
 
 def open_supply(

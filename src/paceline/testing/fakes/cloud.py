@@ -401,7 +401,7 @@ class FakeCloud(ABC):
 
     def published(self, rental: Rental, port: int) -> tuple[str, int]:
         """Return where a machine's port is reached: for real, or where nobody answers."""
-        if isinstance(self.machines, SupportsPublishing):
+        if self.machines is not None and isinstance(self.machines, SupportsPublishing):
             return self.machines.publish(rental.instance_id, port)
         return "127.0.0.1", 40_000 + port % 20_000
 

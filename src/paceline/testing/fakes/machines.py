@@ -18,6 +18,9 @@ class SshMachines:
     providers whose machines have port 22 and no other.
     """
 
+    public_host = "127.0.0.1"
+    """Where ports are published."""
+
     def __init__(self, root: Path, *, port: int | None = None) -> None:
         self._root = root
         self._port = port
@@ -41,25 +44,32 @@ class SshMachines:
         """Have the machine run, with ``environ``, and let these keys in."""
         machine = self._machines.get(instance_id)
         if machine is None:
-            host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
-            machine = FakeMachine(
-                self._root / instance_id,
-                port=self._port,
-                host=host,
-                environ=environ,
-                gpus=self._gpus.get(instance_id),
+            machine = self.make(
+                self._root / instance_id, environ=environ, gpus=self._gpus.get(instance_id)
             )
             self._machines[instance_id] = machine
         machine.start()
         for key in public_keys:
             machine.authorize(key)
+        return self.door_of(instance_id, machine)
+
+    def make(
+        self, root: Path, *, environ: Mapping[str, str] | None, gpus: FakeGpus | None
+    ) -> FakeMachine:
+        """Return a machine that is not started yet."""
+        host = "127.0.0.1" if self._port is None else f"127.0.0.{next(self._numbers)}"
+        return FakeMachine(root, port=self._port, host=host, environ=environ, gpus=gpus)
+
+    def door_of(self, instance_id: str, machine: FakeMachine) -> tuple[str, int]:
+        """Return where the world reaches a machine's sshd."""
         return machine.host, machine.port
 
     def publish(self, instance_id: str, port: int) -> tuple[str, int]:
         """Have a public port that leads to one of the machine's."""
         key = (instance_id, port)
         if key not in self.published:
-            self.published[key] = PublishedPort((self._machines[instance_id].host, port))
+            target = (self._machines[instance_id].host, port)
+            self.published[key] = PublishedPort(target, host=self.public_host)
         found = self.published[key]
         return found.host, found.port
 
