@@ -24,6 +24,7 @@ from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.publisher.values import WhenInPlace, WhenLeased, WhenUnproven
 from paceline.refit.trainers.dtypes import WireDtypes
 from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.refit.transports.routes import Routes
 
 if TYPE_CHECKING:
     from paceline.refit.publisher import CanonicalPublisher, Publisher
@@ -307,6 +308,7 @@ class TrainerConnection:
             run_id=self.settings.run_id,
             max_staleness=self.settings.max_staleness,
             data_token=self._credentials.data_token,
+            routes=self.settings.data.routes,
         )
         self._parts.callback(client.close)
         return client
@@ -365,6 +367,7 @@ def connect_rollouts(
     run_id: str,
     max_staleness: int,
     data_token: str,
+    routes: Path | None = None,
 ) -> "RolloutClient":
     """Return a client of the run's rollout engines, as the control service knows them.
 
@@ -374,6 +377,7 @@ def connect_rollouts(
         run_id: whose versions count.
         max_staleness: how many sequences behind the newest an engine may be.
         data_token: what the engines want to see.
+        routes: a file of shorter ways to them, see transports/routes.py.
     """
     from paceline.refit.rollouts import FleetWatch, RolloutClient, RolloutConfig
 
@@ -381,7 +385,12 @@ def connect_rollouts(
     if isinstance(control, SupportsVersionWatch):
         fleet.start(control)
     return RolloutClient(
-        RolloutConfig(max_staleness=max_staleness, token=data_token, model_name=model_name),
+        RolloutConfig(
+            max_staleness=max_staleness,
+            token=data_token,
+            model_name=model_name,
+            routes=Routes(routes),
+        ),
         fleet=fleet,
         clock=system.system_async_clock(),
         chance=system.chance,
