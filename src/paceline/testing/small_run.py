@@ -72,7 +72,7 @@ class SmallRun:
         server = server_class(token=lambda: DATA_TOKEN)
         self._parts.callback(server.close)
         aliases = tuple(sorted(_ties_of(model).items()))
-        self.trainer = FakeTrainer(self.control, server, aliases=aliases)
+        self.trainer = FakeTrainer(self.control, server, aliases=aliases, chunk_bytes=None)
         self.config = compose.EngineServiceConfig(
             engine=EngineConfig(model_dir=model_dir),
             engine_name="vllm",
