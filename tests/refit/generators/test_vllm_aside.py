@@ -18,7 +18,8 @@ os.sched_setaffinity(0, cores[:1])
 def of_a_child():
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(os.sched_getaffinity, 0).result()
-print(cores[:1] == sorted(os.sched_getaffinity(0)), run_aside(of_a_child) == set(cores[1:] or cores))
+others = set(cores[1:] or cores)
+print(cores[:1] == sorted(os.sched_getaffinity(0)), run_aside(of_a_child) == others)
 """
 
 
