@@ -54,25 +54,29 @@ def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True, **siz
     return directory
 
 
-def write_tiny_moe(directory: Path) -> Path:
+def write_tiny_moe(directory: Path, **sizes: int) -> Path:
     """Write the same for a mixture of four experts, two of which see each token."""
     tokenizer = tiny_tokenizer()
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
     config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
         num_experts=4,
         num_experts_per_tok=2,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **{**shape, **sizes},
     )
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
