@@ -84,7 +84,7 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
 def test_changed_elements_alone_give_what_a_load_gives(
     vllm_config: Any, kind_dir: Path, adopts: bool
 ) -> None:
-    """Fused, sharded and experts' parameters: elements written one by one equal a load of everything."""
+    """Fused, sharded, experts: elements written one by one equal a load of everything."""
     before = state_of(tiny_model(kind_dir, seed=1))
     after = {
         name: with_changes(buffer, seed=at) for at, (name, buffer) in enumerate(before.items())
