@@ -33,6 +33,9 @@ POINTS: Mapping[str, tuple[str, str]] = {
     "update-written": ("write_install", "return"),
     "update-labelled": ("PassGate.at_safe_point", "return"),
     "update-proven": ("Installer.install", "return"),
+    "workers-writing": ("WorkerWeights._push", "call"),
+    "workers-written": ("WorkerWeights.apply", "return"),
+    "workers-settled": ("WorkerWeights.settle", "return"),
 }
 """Name of a point -> function, where a star stands for the provider, and whether the process dies
 before its first line or after its last."""

@@ -149,4 +149,7 @@ def test_a_shelf_counts_who_is_inside() -> None:
     assert shelf.num_readers == 0
     with shelf.reading("o"), shelf.reading("o"), shelf.reading("missing"):
         assert shelf.num_readers == 2
+        with pytest.raises(StagingError, match="did not leave"):
+            shelf.withdraw("o", patience_s=0)
+        assert shelf.num_readers == 2
     assert shelf.num_readers == 0

@@ -45,12 +45,18 @@ class Served:
         """Ask for a completion."""
         return self.client.post("/v1/completions", json={"prompt": list(prompt), **fields})
 
-    def stream(self, prompt: Sequence[int], **fields: object) -> list[dict[str, Any]]:
-        """Return the choices of a stream's events."""
+    def stream(
+        self, prompt: Sequence[int], *, first: Callable[[], None] = lambda: None, **fields: object
+    ) -> list[dict[str, Any]]:
+        """Return the choices of a stream's events; ``first`` is called when the first is here."""
         body = {"prompt": list(prompt), "stream": True, **fields}
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            lines = [line for line in response.iter_lines() if line]
+            lines = []
+            for line in filter(None, response.iter_lines()):
+                if not lines:
+                    first()
+                lines.append(line)
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
 
