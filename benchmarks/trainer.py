@@ -57,7 +57,9 @@ class Model(torch.nn.Module):
 def publishing(model: Model) -> Iterator[Publisher]:
     """A started publisher of a model, over real sockets."""
     clock = system_clock()
-    trainer = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")(clock=clock, arenas=ARENAS)
+    trainer = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")(
+        clock=clock, arenas=ARENAS
+    )
     trainer.bind_tensors(model)
     with ExitStack() as parts:
         service = LoopbackControl(MemoryStore(clock=clock))
