@@ -414,6 +414,22 @@ def test_closing_finishes_what_was_captured(make: Make) -> None:
     world.publisher.close()
 
 
+def test_a_version_that_outlives_its_publisher_does_not_come_out(make: Make) -> None:
+    """Closing does not wait for ever; what ends after it leaves no trace."""
+    world = make(close_wait_s=0.05, control_wait_s=0.05)
+    world.publish(0).result()
+    world.shut()
+    late = world.publish(1)
+    world.wait_at_gate()
+    world.publisher.close()
+    later = world.publisher._line
+    world.control.gate.set()
+    assert later.wait_idle(WAIT_S)
+    with suppress(PublishError):
+        late.result()
+    assert {str(each.state) for each in world.control.versions.values()} == {"RELEASING"}
+
+
 def test_closing_has_an_end() -> None:
     """A job that does not end is left; those behind it are said not to have come out."""
     failed: list[str] = []
@@ -454,6 +470,24 @@ def test_failed_uploads_and_failed_creates_leave_nothing(make: Make) -> None:
     assert len(world.source._objects._entries) == 1
     assert world.publish(2).result().payload_format is DELTA
     assert len(world.source._objects._entries) == 2
+
+
+def test_an_upload_that_broke_off_is_not_read_later(make: Make) -> None:
+    """What it left readable lay in memory that is used again: the same weights are served anew."""
+    world = make(staging_mode=TrainerStagingMode.WRITE_TO_STORAGE, payload_format=FULL)
+    serve, broken = world.source.serve_object, PublishError("the store went away")
+
+    def break_off(object_id: str, parts: Sequence[memoryview]) -> None:
+        serve(object_id, parts)
+        raise broken
+
+    world.source.serve_object = break_off  # type: ignore[method-assign]
+    with pytest.raises(PublishError, match="went away"):
+        world.publish(0).result()
+    world.source.serve_object = serve  # type: ignore[method-assign]
+    assert world.source._objects._entries == {}
+    assert world.publisher.publish(step=1).result().sequence == 1
+    assert bytes(world.weights["w"].view(torch.uint8).numpy()) in read_whole(world, "run-000001")
 
 
 class Slow(MemoryObjectServer):

@@ -61,7 +61,7 @@ ADAPTERS: Mapping[str, Callable[..., TorchModuleTrainer]] = {
 }
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module")
 def ways(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Source, ObjectReader]]:
@@ -91,7 +91,21 @@ def test_the_table_is_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+def beside(transport: str) -> list[Any]:
+    """Return the adapters to try over a transport; devices over one of them, all at night."""
+    return [
+        pytest.param(
+            transport,
+            adapter,
+            marks=pytest.mark.slow if adapter != "module" and transport != "http" else (),
+        )
+        for adapter in ADAPTERS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ways", "adapter"), [case for way in TRANSPORTS for case in beside(way)], indirect=["ways"]
+)
 @pytest.mark.parametrize(("cell", "is_there"), table().items(), ids=str)
 def test_a_cell_is_as_the_table_says(
     ways: tuple[str, Source, ObjectReader],
@@ -120,7 +134,7 @@ def test_a_cell_is_as_the_table_says(
         staging_mode=mode,
         payload_format=payload,
         compose=False,
-        close_wait_s=0.1,
+        close_wait_s=0,
     )
     publisher = Publisher(
         control=ledger, trainer=trainer, source=source, clock=system_clock(), options=options

@@ -57,11 +57,7 @@ from paceline.refit.publisher.values import (
     version_uid,
 )
 from paceline.refit.staging.shard import StagedBuffers
-from paceline.refit.trainers.protocol import (
-    SupportsAnchors,
-    SupportsChain,
-    TrainerEngineAdapter,
-)
+from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
 from paceline.refit.transports.protocol import SupportsCommits
 
 log = logging.getLogger(__name__)
@@ -177,6 +173,7 @@ class Publisher:
         if start.event:
             log.info("%s: %s", start.event, start.reason)
             self._notify(start.event, start.to_fields())
+        self._capturer.prepare()
         self._heartbeat.start()
         self._line.start()
 
@@ -404,6 +401,8 @@ class Publisher:
             raise
 
     def _advertise(self, version: OwnVersion) -> None:
+        if not self._heartbeat.is_running:  # nobody would ever take it back
+            raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
