@@ -1,8 +1,8 @@
-"""What publishing costs a training loop: how long it stands, what it computes, what memory it takes.
+"""What publishing costs a training loop: how long it stands, what it computes, what memory.
 
-A model of 1 GiB in bf16 with an Adam-like step, COPY_TO_HOST, XOR_DELTA, against a control service of
-our own on loopback. The copy that it is compared with is one memcpy of the same bytes between memory
-that is in use already, taken in turns with the publishes. ``--mib 64`` for a small one.
+A model of 1 GiB in bf16 with sparse steps, COPY_TO_HOST, XOR_DELTA, over real sockets on loopback.
+The copy that it is compared with is one memcpy of the same bytes between memory that is in use
+already, in turns with the publishes. ``--mib 64`` for a small one.
 """
 
 import ctypes
@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +28,10 @@ from paceline.system import system_clock
 from paceline.testing.fakes.control import LoopbackControl
 
 ROUNDS = 7
+WARM = 3
+"""Rounds in which memory is asked for, before those that count."""
 ARENAS = 3
-"""One is the base: the shadow. Two are staged: the one being captured, and one for a full version."""
+"""One is the base: the shadow. Two are staged: a capture, and the newest full version."""
 TENSORS = 128
 
 
@@ -57,7 +61,9 @@ class Model(torch.nn.Module):
 def publishing(model: Model) -> Iterator[Publisher]:
     """A started publisher of a model, over real sockets."""
     clock = system_clock()
-    trainer = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")(clock=clock, arenas=ARENAS)
+    trainer = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")(
+        clock=clock, arenas=ARENAS
+    )
     trainer.bind_tensors(model)
     with ExitStack() as parts:
         service = LoopbackControl(MemoryStore(clock=clock))
@@ -75,29 +81,22 @@ def publishing(model: Model) -> Iterator[Publisher]:
         yield parts.enter_context(publisher)
 
 
-def timed(work: object) -> float:
-    """Return the seconds of one call."""
-    start = time.perf_counter()
-    work()  # type: ignore[operator]
-    return time.perf_counter() - start
-
-
 def measure_stall(num_bytes: int) -> list[Bar]:
-    """Return the stall of a publish, with nothing behind it and with the one before behind it."""
+    """Return the stall of a publish, the one before being out."""
     model = Model(num_bytes)
     here, there = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
     idle, copies = list[float](), list[float]()
     with publishing(model) as publisher:
-        for number in range(ROUNDS + 3):
+        for number in range(WARM + ROUNDS):
             model.step(number)
-            copy = timed(lambda: ctypes.memmove(there.ctypes.data, here.ctypes.data, num_bytes))
-            publications = []
-            stall = timed(lambda: publications.append(publisher.publish(step=number)))
-            publications[0].result()
-            if number >= 3:  # the first ones are those in which memory is asked for
-                idle.append(stall)
-                copies.append(copy)
-    behind = publications[0].result().publish_ms / 1000
+            start = time.perf_counter()
+            ctypes.memmove(there.ctypes.data, here.ctypes.data, num_bytes)
+            copied = time.perf_counter()
+            publication = publisher.publish(step=number)
+            idle.append(time.perf_counter() - copied)
+            copies.append(copied - start)
+            behind = publication.result().publish_ms / 1000
+    idle, copies = idle[WARM:], copies[WARM:]
     memcpy = statistics.median(copies)
     print(
         f"memcpy {memcpy:.3f} s ({num_bytes / memcpy / 1e9:.1f} GB/s), stall "
@@ -157,7 +156,16 @@ SIZE = int(option("--mib", "1024")) * 2**20
 def measure() -> Sequence[Bar]:
     """Measure all of it; memory first, before anything else has taken some."""
     publish_once(Model(TENSORS * 2048))
-    return [*measure_memory(SIZE), *measure_stall(SIZE), *measure_bits(min(SIZE, 256 * 2**20))]
+    bars = [*measure_memory(SIZE), *measure_stall(SIZE), *measure_bits(min(SIZE, 256 * 2**20))]
+    return [*bars, *measure_ranks()]
+
+
+def measure_ranks() -> Sequence[Bar]:
+    """Return the bars of several ranks, which have a file of their own."""
+    if find_spec("trainer_ranks") is None:
+        return []
+    found: Sequence[Bar] = import_module("trainer_ranks").measure()
+    return found
 
 
 def publish_once(model: Model) -> None:

@@ -41,10 +41,12 @@ POINTS: Mapping[str, tuple[str, str]] = {
 before its first line or after its last."""
 
 
-def die_at(point: str) -> Callable[[FrameType, str, object], None]:
+def die_at(
+    point: str, points: Mapping[str, tuple[str, str]] = POINTS
+) -> Callable[[FrameType, str, object], None]:
     """Return a profile function that kills this process at ``point``, or ``point:n``, the n-th."""
     point, _, nth = point.partition(":")
-    name, when = POINTS[point]
+    name, when = points[point]
     left = int(nth or 1)
     is_any = name.startswith("*")
     name = name.removeprefix("*")

@@ -153,13 +153,13 @@ def test_training_goes_on_while_a_version_comes_out(make: Make) -> None:
     with pytest.raises(DeadlineExceededError, match=r"run-000000 is underway after 0 s"):
         first.result(timeout_s=0)
     second = world.publish(1)
-    assert second.state is PublicationState.WAITING
+    assert str(second.state) == "waiting"
     world.weights["w"].fill_(7)  # the optimizer steps on
     assert not world.publisher.flush(timeout_s=0)
     world.control.gate.set()
     assert world.publisher.flush(timeout_s=WAIT_S)
     assert [each.result().payload_format for each in (first, second)] == [FULL, DELTA]
-    assert first.state is second.state is PublicationState.READY
+    assert {first.state, second.state} == {PublicationState.READY}
     said = world.control.versions["run-000001"]
     assert said.base_version_id == "run-000000"
     assert said.description is not None
@@ -374,11 +374,9 @@ def test_adapters_that_know_one_way_are_published_too(make: Make) -> None:
             self._inner = TorchModuleTrainer(clock=FakeClock(), transport="memory")
             self.threads: set[str] = set()
 
-        source_slot_id = property(lambda self: self._inner.source_slot_id)  # type: ignore[assignment]
-        supported_staging_modes = property(lambda self: self._inner.supported_staging_modes)  # type: ignore[assignment]
-        supported_payload_formats = property(  # type: ignore[assignment]
-            lambda self: self._inner.supported_payload_formats
-        )
+        source_slot_id = property(lambda self: self._inner.source_slot_id)
+        supported_staging_modes = property(lambda self: self._inner.supported_staging_modes)
+        supported_payload_formats = property(lambda self: self._inner.supported_payload_formats)
 
         def bind_tensors(self, tensors: Any) -> str:
             return self._inner.bind_tensors(tensors)
@@ -414,6 +412,22 @@ def test_closing_finishes_what_was_captured(make: Make) -> None:
         world.publisher.close()
     assert [each.state for each in found[:2]] == [PublicationState.READY] * 2
     world.publisher.close()
+
+
+def test_a_version_that_outlives_its_publisher_does_not_come_out(make: Make) -> None:
+    """Closing does not wait for ever; what ends after it leaves no trace."""
+    world = make(close_wait_s=0.05, control_wait_s=0.05)
+    world.publish(0).result()
+    world.shut()
+    late = world.publish(1)
+    world.wait_at_gate()
+    world.publisher.close()
+    later = world.publisher._line
+    world.control.gate.set()
+    assert later.wait_idle(WAIT_S)
+    with suppress(PublishError):
+        late.result()
+    assert {str(each.state) for each in world.control.versions.values()} == {"RELEASING"}
 
 
 def test_closing_has_an_end() -> None:
@@ -456,6 +470,24 @@ def test_failed_uploads_and_failed_creates_leave_nothing(make: Make) -> None:
     assert len(world.source._objects._entries) == 1
     assert world.publish(2).result().payload_format is DELTA
     assert len(world.source._objects._entries) == 2
+
+
+def test_an_upload_that_broke_off_is_not_read_later(make: Make) -> None:
+    """What it left readable lay in memory that is used again: the same weights are served anew."""
+    world = make(staging_mode=TrainerStagingMode.WRITE_TO_STORAGE, payload_format=FULL)
+    serve, broken = world.source.serve_object, PublishError("the store went away")
+
+    def break_off(object_id: str, parts: Sequence[memoryview]) -> None:
+        serve(object_id, parts)
+        raise broken
+
+    world.source.serve_object = break_off  # type: ignore[method-assign]
+    with pytest.raises(PublishError, match="went away"):
+        world.publish(0).result()
+    world.source.serve_object = serve  # type: ignore[method-assign]
+    assert world.source._objects._entries == {}
+    assert world.publisher.publish(step=1).result().sequence == 1
+    assert bytes(world.weights["w"].view(torch.uint8).numpy()) in read_whole(world, "run-000001")
 
 
 class Slow(MemoryObjectServer):

@@ -11,6 +11,7 @@ from paceline.refit.model import StagedWeightVersionShardData, WeightPayloadForm
 from paceline.refit.publisher.line import Line
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.values import PublisherOptions, WhenLeased
+from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsCapture, SupportsChain, TrainerEngineAdapter
 
 _POLL_S = 0.1
@@ -80,6 +81,9 @@ class Capturer:
         try:
             staged.publish_ready.wait()
         except BaseException:
+            buffers = staged.buffer_owner
+            if self._shelf is not None and isinstance(buffers, StagedBuffers):
+                self._shelf.abandon(buffers)  # an upload may have got half way
             self._chain.discard_staged(staged)
             raise
         return staged

@@ -182,6 +182,7 @@ class Publisher:
             self._take_up()
         else:
             self._together.start()  # which sequence comes next is agreed on at each version
+        self._capturer.prepare()
         self._heartbeat.start()
         self._line.start()
 
@@ -447,6 +448,8 @@ class Publisher:
         return self._together.request(request, step=version.description.step)
 
     def _advertise(self, version: OwnVersion) -> None:
+        if not self._heartbeat.is_running:  # nobody would ever take it back
+            raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest

@@ -15,6 +15,7 @@ from paceline.refit.transports.protocol import (
     ObjectReader,
     ObjectServer,
     Part,
+    SupportsReplace,
     Terms,
     read_object,
     read_parts,
@@ -121,6 +122,20 @@ class TransportContract(ABC):
         link.server.serve_object("ab", [memoryview(buffer)])
         buffer[:] = b"new!"
         assert self.read(link, "ab", 0, 4) == (b"old!" if self.copies else b"new!")
+
+    def test_the_same_bytes_from_elsewhere(self, link: Link) -> None:
+        """Where an object can be replaced, its old memory may be written to afterwards."""
+        if not isinstance(link.server, SupportsReplace):
+            return
+        buffer = bytearray(b"old!")
+        link.server.serve_object("ab", [memoryview(buffer)])
+        link.server.replace_object("ab", [memoryview(b"ol"), memoryview(b"d!")])
+        buffer[:] = b"new!"
+        assert self.read(link, "ab", 0, 4) == b"old!"
+        link.server.withdraw_object("ab")
+        link.server.replace_object("ab", [memoryview(b"old!")])
+        with pytest.raises(FetchError):
+            self.read(link, "ab", 0, 4)
 
     def test_many_readers(self, link: Link) -> None:
         """Several threads read at once, each its own range."""
