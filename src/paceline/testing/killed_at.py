@@ -27,11 +27,13 @@ POINTS: Mapping[str, tuple[str, str]] = {
     "destroying": ("*Backend.teardown", "call"),
     "destroyed-unrecorded": ("*Backend.teardown", "return"),
     "end-unrecorded": ("RunLedger.finish", "call"),
+    "update-leased": ("Fetcher.fetch_manifest", "call"),
     "update-fetched": ("Fetcher.fetch_objects", "return"),
     "update-staged": ("stage_install", "return"),
-    "update-in-write": ("*Loops.add", "return"),
+    "update-in-write": ("_write_chunk", "return"),
     "update-written": ("write_install", "return"),
     "update-labelled": ("PassGate.at_safe_point", "return"),
+    "update-following": ("SpareSet.follow", "call"),
     "update-proven": ("Installer.install", "return"),
 }
 """Name of a point -> function, where a star stands for the provider, and whether the process dies
