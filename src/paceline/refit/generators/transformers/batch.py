@@ -99,7 +99,7 @@ class RunningBatch:
     def clear(self) -> None:
         """Forget every row and the cache."""
         self.rows: list[Row] = []
-        self._cache = new_cache()
+        self.cache = new_cache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
@@ -122,7 +122,7 @@ class RunningBatch:
         ids = torch.tensor([[row.token_ids[-1]] for row in self.rows])
         positions = self._mask.sum(dim=1, keepdim=True)
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        logits = self._forward(ids, self._mask, positions, self._cache)
+        logits = self._forward(ids, self._mask, positions, self.cache)
         _append_tokens(self.rows, logits, installed)
 
     def drop(self, is_done: Callable[[Row], bool]) -> list[Row]:
@@ -137,7 +137,7 @@ class RunningBatch:
             return gone
         self.rows = [self.rows[at] for at in kept]
         self._mask = self._mask[kept]
-        _select_rows(self._cache, torch.tensor(kept))
+        _select_rows(self.cache, torch.tensor(kept))
         self._trim()
         return gone
 
@@ -147,9 +147,9 @@ class RunningBatch:
         for at, row in enumerate(self.rows):
             part = RunningBatch(self._run_model)
             part.rows, part._mask = [row], self._mask[at : at + 1]
-            for number, layer in enumerate(self._cache.layers):
+            for number, layer in enumerate(self.cache.layers):
                 keys, values = layer.keys[at : at + 1], layer.values[at : at + 1]
-                part._cache.update(keys, values, number)
+                part.cache.update(keys, values, number)
             parts.append(part)
         return parts
 
@@ -173,12 +173,12 @@ class RunningBatch:
 
     def _join(self, rows: list[Row], cache: Cache, mask: torch.Tensor) -> None:
         if not self.rows:
-            self.rows, self._cache, self._mask = rows, cache, mask
+            self.rows, self.cache, self._mask = rows, cache, mask
             return
         width = max(mask.shape[1], self._mask.shape[1])
         self.rows = self.rows + rows
         self._mask = torch.cat([_pad_mask(self._mask, width), _pad_mask(mask, width)])
-        for mine, theirs in zip(self._cache.layers, cache.layers, strict=True):
+        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             mine.keys = torch.cat([_pad_cache(mine.keys, width), _pad_cache(theirs.keys, width)])
             mine.values = torch.cat(
                 [_pad_cache(mine.values, width), _pad_cache(theirs.values, width)]
@@ -189,7 +189,7 @@ class RunningBatch:
         surplus = int(self._mask.argmax(dim=1).min())
         if surplus:
             self._mask = self._mask[:, surplus:]
-            for layer in self._cache.layers:
+            for layer in self.cache.layers:
                 layer.keys = layer.keys[:, :, surplus:]
                 layer.values = layer.values[:, :, surplus:]
 

@@ -24,6 +24,7 @@ from paceline.refit.generators.protocol import (
     OnPiece,
     Sampling,
 )
+from paceline.refit.generators.transformers.assisted import AssistedBatches
 from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
 from paceline.refit.generators.transformers.loading import LoadedModel, load_draft, load_model
@@ -55,10 +56,10 @@ class TransformersEngine:
         self._config = config
         self._new_seed = new_seed
         self._loaded = load_model(config)
-        self._sets = _hold(config, self._loaded)
+        draft = load_draft(config, self._loaded)
+        self._sets = _hold(config, self._loaded, draft)
         self._gate = PassGate(clock=clock)
-        batch_class = SoloBatches if config.reproducible else RunningBatch
-        self._batch: RunningBatch | SoloBatches = batch_class(self._sets.run)
+        self._batch = _new_batch(config, self._sets, draft)
         self._work = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._is_closed = False
@@ -262,12 +263,23 @@ class TransformersEngine:
                 job.future.set_exception(error)
 
 
-def _hold(config: EngineConfig, loaded: LoadedModel) -> WeightSets | LoraSets:
+def _new_batch(
+    config: EngineConfig, sets: WeightSets | LoraSets, draft: LoadedModel | None
+) -> RunningBatch | SoloBatches | AssistedBatches:
+    """Return what holds the choices in flight."""
+    if draft is not None and isinstance(sets, WeightSets):
+        return AssistedBatches(sets.run, sets.run_draft, draft_tokens=draft.vocabulary_size)
+    return (SoloBatches if config.reproducible else RunningBatch)(sets.run)
+
+
+def _hold(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None
+) -> WeightSets | LoraSets:
     """Return what of the model comes as versions: its weights, or LoRAs of those it has."""
     if config.lora:
         return LoraSets(loaded.model)
     return hold_weights(
-        Models(main=loaded.model, draft=load_draft(config, loaded)),
+        Models(main=loaded.model, draft=None if draft is None else draft.model),
         names=config.names,
         wanted=config.weights,
         memory_bytes=config.memory_bytes,

@@ -88,7 +88,7 @@ def _read(config: EngineConfig, dtype: torch.dtype) -> Any:
     return model
 
 
-def load_draft(config: EngineConfig, main: LoadedModel) -> torch.nn.Module | None:
+def load_draft(config: EngineConfig, main: LoadedModel) -> LoadedModel | None:
     """Build the draft model of ``config.draft_dir``, if there is to be one.
 
     Raises:
@@ -101,12 +101,12 @@ def load_draft(config: EngineConfig, main: LoadedModel) -> torch.nn.Module | Non
         raise PreflightError(
             f"the draft model of {config.draft_dir} has other tokens than {config.model_dir}"
         )
-    if draft.vocabulary_size < main.vocabulary_size or draft.context_size < main.context_size:
+    if draft.context_size < main.context_size:
         raise PreflightError(
-            f"the draft model of {config.draft_dir} must have at least {main.vocabulary_size} "
-            f"tokens and {main.context_size} positions, as the model has"
+            f"the draft model of {config.draft_dir} has {draft.context_size} positions, it needs "
+            f"the {main.context_size} of the model"
         )
-    return draft.model
+    return draft
 
 
 def _end_ids(*sources: int | list[int] | None) -> frozenset[int]:
