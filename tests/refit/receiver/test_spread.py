@@ -106,7 +106,10 @@ class World:
     def __init__(self, *, read_s: float = 0.002) -> None:
         self.clock: Clock = system_clock()
         nonces = (f"n{at}" for at in itertools.count())
-        self.ledger = ControlLedger(MemoryStore(clock=self.clock), nonce=lambda: next(nonces))
+        self.store = MemoryStore(clock=self.clock)
+        self.ledger = ControlLedger(self.store, nonce=lambda: next(nonces))
+        self.control: Any = self.ledger
+        """What receivers call."""
         self.origin = MemoryObjectServer()
         self.trainer = FakeTrainer(self.ledger, self.origin)
         self.read_s = read_s
@@ -163,7 +166,7 @@ class World:
                 endpoint="",
                 limits=InstallLimits(fetch=fetch),
             ),
-            control=self.ledger,
+            control=self.control,
             engine=engine,
             reader=reader,
             clock=self.clock,
@@ -384,6 +387,58 @@ def test_a_receiver_without_room_harms_nobody(
     world.stop()
     assert world.bytes_from("trainer") < before + PAYLOAD // 2, "reads that were under way may end"
     assert {each.worker_id for each in world.ledger.list_replicas("v0")} == {"n0", "n1", "full"}
+
+
+class Restarting:
+    """A control service that can be away, and comes back as another process over its records."""
+
+    def __init__(self, ledger: ControlLedger, store: MemoryStore) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._nonces = (f"again-{at}" for at in itertools.count())
+        self.is_away = False
+        self.unheard = 0
+
+    def come_back(self) -> None:
+        self._ledger = ControlLedger(self._store, nonce=lambda: next(self._nonces))
+        self.is_away = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ledger, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            if self.is_away:
+                self.unheard += 1
+                raise ControlUnavailableError("down")
+            return found(*args, **named)
+
+        return call
+
+
+@pytest.mark.parametrize("before", [0, 5 * CHUNK_BYTES, PAYLOAD])
+def test_the_control_service_restarts_in_the_middle(before: int) -> None:
+    """At any point of a fan-out: what is proven stays, and everybody finishes with one digest."""
+    world = World(read_s=0.005)
+    control = Restarting(world.ledger, world.store)
+    world.control = control
+    for at in range(4):
+        world.add(f"n{at}", board=control)
+    world.trainer.publish_full("v0", 0, STATE)
+    world.start()
+    deadline = world.clock.monotonic() + 20
+    while sum(world.sent.values()) < before:
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.001)
+    control.is_away = True
+    while control.unheard < 8:
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.001)
+    control.come_back()
+    world.wait()
+    world.stop()
+    roots = {node.engine.installed() for node in world.nodes.values()}
+    assert [each.root_digest for each in roots if each is not None] == [root_of(STATE)]
+    assert all(node.receiver.figures()["installs"] == 1 for node in world.nodes.values())
 
 
 class DeafBoard:

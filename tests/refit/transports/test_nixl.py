@@ -17,7 +17,9 @@ import torch
 
 from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError, PublishError
-from paceline.refit.model import ObjectRange, WeightVersionShardManifest
+from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.model import ObjectRange, Shard, TensorBuffer, WeightVersionShardManifest
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.trainers.protocol import NixlMetadataProvider
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer
@@ -30,9 +32,10 @@ from paceline.refit.transports.nixl.reader import (
 )
 from paceline.refit.transports.nixl.server import NixlObjectServer
 from paceline.refit.transports.nixl.table import Stretch, Table, parse_table, render_table
-from paceline.refit.transports.protocol import Part, Terms, read_object, read_parts
+from paceline.refit.transports.protocol import Part, Terms, TransferRecord, read_object, read_parts
 from paceline.system import environ, system_clock
 from paceline.testing.contracts.transport import Link, TransportContract
+from paceline.testing.payloads import full_payload
 
 TOKEN = "of-this-test"  # noqa: S105 - not a secret
 _names = itertools.count()
@@ -255,6 +258,67 @@ def test_a_session_asks_anew_when_a_read_has_failed() -> None:
         assert door.asked == 2
     sink.close()
     source.close()
+
+
+def weights() -> tuple[Manifest, bytes]:
+    """Three tensors, of which one is larger than the windows below."""
+    values = np.random.default_rng(5).integers(0, 256, 90_000, dtype=np.uint8)
+    cuts = np.split(values, [20_000, 80_000])
+    return full_payload(
+        TensorBuffer(name=f"w{at}", dtype="U8", shape=(len(cut),), data=cut.data)
+        for at, cut in enumerate(cuts)
+    )
+
+
+@pytest.mark.parametrize("trouble", ["none", "lies", "lies in a large one", "gone", "goes"])
+def test_a_receivers_fetch(trouble: str) -> None:
+    """Window after window over NIXL: a source that lies or leaves is made up for by the next."""
+    manifest, data = weights()
+    first, second = server(), server()
+    wrong = bytearray(data)
+    if trouble.startswith("lies"):
+        wrong[100 if trouble == "lies" else 50_000] ^= 1
+    object_id = manifest.objects[0].object_id
+    first.serve_object(object_id, [memoryview(wrong)])
+    second.serve_object(object_id, [memoryview(data)])
+    if trouble == "gone":
+        first.close()
+    reads = itertools.count()
+
+    def between_reads() -> None:
+        if trouble == "goes" and next(reads) == 3:
+            first.close()
+
+    records: list[TransferRecord] = []
+    sink = reader()
+    parts = FetchParts(
+        clock=system_clock(),
+        limits=FetchLimits(window_bytes=30_000),
+        on_record=records.append,
+        between_reads=between_reads,
+    )
+    sources = [shard_of(each.endpoint) for each in (first, second)]
+    found = Fetcher(sink, parts).fetch_objects(manifest, sources, bytes_max=2**20)
+    assert bytes(found[object_id]) == data
+    told = [record.problem for record in records if record.problem]
+    if trouble.startswith("lies"):
+        assert f"{first.endpoint} is to be avoided" in told[0]
+    if trouble == "none":
+        assert told == []
+    for each in (sink, first, second):
+        each.close()
+
+
+def shard_of(endpoint: str) -> Shard:
+    return Shard(
+        version_id="v",
+        source_slot_id="s",
+        worker_id=endpoint,
+        tensor_count=3,
+        total_bytes=1,
+        manifest_digest="",
+        manifest_endpoint=f"{endpoint}/v1/manifests/v/s",
+    )
 
 
 def test_batches_take_as_few_descriptors_as_memory_is_apart() -> None:
