@@ -126,6 +126,7 @@ def test_a_slot_of_several_signs_its_own_roots() -> None:
     trust = Trust(key=KEY.public_key(), expected=replace(EXPECTED, root_digest="00"), is_part=True)
     trust.check(parse_signed(sign_manifest(body, said, key=KEY)))
     for name, other in (("sequence", 4), ("version_id", "v9"), ("root_digest", "ab" * 32)):
-        lied = replace(said, **{name: other})
+        change: dict[str, Any] = {name: other}
+        lied = replace(said, **change)
         with pytest.raises(VerifyError, match=name):
             trust.check(parse_signed(sign_manifest(body, lied, key=KEY)))

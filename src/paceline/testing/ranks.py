@@ -44,6 +44,7 @@ def run_environment(folder: Path, control: LoopbackControl) -> dict[str, str]:
         "PACELINE_MODEL": MODEL_NAME,
         "PACELINE_CONTROL": control.address,
         "PACELINE_CREDENTIALS": str(folder / "credentials"),
+        "PACELINE_ANCHOR_EVERY": "2",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }

@@ -1,16 +1,19 @@
 """Several processes, one version: they find each other's, and nobody waits for the dead."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.digest import version_root
 from paceline.refit.errors import ControlError, PublishError
+from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import (
     Region,
+    VersionRequest,
     VersionState,
     WeightPayloadFormat,
     WorkerRegistration,
@@ -18,9 +21,10 @@ from paceline.refit.model import (
 from paceline.refit.publisher import PublishedVersion, Publisher, PublisherOptions
 from paceline.refit.trainers.protocol import Collected
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
-from paceline.refit.transports.memory import MemoryObjectServer
+from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
+from paceline.store.memory import MemoryStore
 from paceline.testing.clock import FakeClock
-from paceline.testing.fakes.control_plane import FakeControlPlane
+from paceline.testing.fakes.control import counting
 
 FULL, DELTA = WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA
 SLOTS = ("a", "b")
@@ -45,11 +49,11 @@ class Half(TorchModuleTrainer):
         return Collected(tensors={"w": self.weights}, regions={"w": region})
 
 
-class WatchedControl(FakeControlPlane):
+class WatchedControl(ControlLedger):
     """Lets the test act while somebody waits: whoever waits asks who lives."""
 
     def __init__(self, clock: FakeClock) -> None:
-        super().__init__(clock=clock)
+        super().__init__(MemoryStore(clock=clock), nonce=counting())
         self.meanwhile: list[Callable[[], None]] = []
 
     def list_workers(self, model_name: str) -> Sequence[WorkerRegistration]:
@@ -103,7 +107,17 @@ class World:
         return rank.publish(step=step)
 
     def states(self) -> dict[str, VersionState]:
-        return {uid: version.state for uid, version in self.control.versions.items()}
+        return {version.uid: version.state for version in self.control.list_versions("m")}
+
+    def roots(self, uid: str) -> dict[str, str]:
+        """The root digest of each slot, as its manifest says."""
+        reader = MemoryObjectReader()
+        return {
+            shard.source_slot_id: parse_manifest(
+                reader.read_manifest(shard.manifest_endpoint, size_max=2**20, timeout_s=1)
+            ).root_digest
+            for shard in self.control.list_shards(uid)
+        }
 
 
 @pytest.fixture
@@ -124,12 +138,11 @@ def test_whoever_comes_first_makes_the_version(world: World) -> None:
         assert one.version_id == other.version_id == f"run-{step:06d}"
         assert one.root_digest == other.root_digest
         assert one.payload_format is other.payload_format is (DELTA if step else FULL)
-        version = world.control.versions[one.version_id]
+        version = world.control.get_version(one.version_id)
         assert version.state is VersionState.READY
         assert version.expected_source_slots == SLOTS
-        parts = world.control.parts[one.version_id]
         assert version.description is not None
-        roots = {slot: part.root_digest for slot, part in parts.items()}
+        roots = world.roots(one.version_id)
         assert version.description.root_digest == version_root(roots) == one.root_digest
         before = rounds[step - 1][0].root_digest if step else None
         assert version.description.parent_root == before
@@ -180,12 +193,14 @@ def test_a_process_without_a_base_makes_all_start_anew(world: World) -> None:
 
 def test_what_another_start_left_is_not_gone_on_with(world: World) -> None:
     """The same step of an earlier start of all processes is another version."""
-    old = world.rank("a", incarnation="1")
-    with pytest.raises(PublishError):
-        world.publish(old, 0)
-    left = replace(world.control.versions["run-000000"], state=VersionState.STAGING)
-    world.control.versions["run-000000"] = left  # as if nobody had lived to give it up
-    world.control.shards.clear()
+    left = VersionRequest(
+        model_name="m",
+        idempotency_key="run-000000:step 0:1",
+        payload_format=FULL,
+        expected_source_slots=SLOTS,
+        uid="run-000000",
+    )
+    world.control.create_version(left)
     a, b = world.rank("a", incarnation="2"), world.rank("b", incarnation="2")
     first, second = world.together(b, a, step=0)
     assert first.version_id == second.version_id == "run-000001"

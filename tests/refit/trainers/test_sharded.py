@@ -47,18 +47,19 @@ def bare_engine(job: Job, layout: str) -> FakeGenerator:
 def check_layout_of(job: Job, layout: str, *, slots: int) -> None:
     """An engine that follows has at each version the very bits of the trainer's weights."""
     found = job.follow(bare_engine(job, layout), layout, until=LAST)
+    newest, anchor = job.ready(f"{layout}-000002"), job.ready(f"{layout}-000002-full")
     job.go_on(layout)
     assert sorted(found) == list(range(LAST + 1))
     for sequence, live in found.items():
         expected = job.expected(layout, sequence)
         expected.pop("head.weight")
         assert live == expected
-    versions = job.control.ledger.list_versions(layout)
-    newest = next(version for version in versions if version.uid == f"{layout}-000002")
     assert len(newest.expected_source_slots) == slots
     assert newest.payload_format is WeightPayloadFormat.XOR_DELTA
     said = newest.description
     assert said is not None
+    assert anchor.description is not None
+    assert anchor.description.root_digest == said.root_digest
     assert said.full_bytes == sum(map(len, found[LAST].values()))
 
 

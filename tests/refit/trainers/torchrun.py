@@ -14,6 +14,7 @@ from paceline.core.waiting import wait_until
 from paceline.refit.control.auth import TokenRole
 from paceline.refit.generators.protocol import GeneratorEngineAdapter
 from paceline.refit.manifest.signature import trust_in, verify_key
+from paceline.refit.model import VersionState, WeightVersion
 from paceline.refit.plan.resharding import Want
 from paceline.refit.receiver.fetch import Fetcher, FetchParts
 from paceline.refit.receiver.install import Supply
@@ -90,6 +91,17 @@ class Job:
         reader.close()
         control.close()
         return found
+
+    def ready(self, uid: str) -> WeightVersion:
+        """Return a version once it is READY."""
+        ledger, model_name = self.control.ledger, uid.partition("-0")[0]
+
+        def is_ready() -> bool:
+            found = {each.uid: each.state for each in ledger.list_versions(model_name)}
+            return found.get(uid) is VersionState.READY
+
+        self.wait(is_ready, uid)
+        return ledger.get_version(uid)
 
     def read(self, layout: str, uid: str, wants: Mapping[str, Want]) -> Resharded:
         """Read parts of a version as a worker of another layout does."""
