@@ -104,7 +104,7 @@ class World:
         """Take a step and publish it."""
         half: Any = rank._trainer
         half.weights[0, step % 5] += 1
-        return rank.publish(step=step)
+        return rank.publish(step=step).result()
 
     def states(self) -> dict[str, VersionState]:
         return {version.uid: version.state for version in self.control.list_versions("m")}
