@@ -96,11 +96,13 @@ def measure_stall(num_bytes: int) -> list[Bar]:
             idle.append(time.perf_counter() - copied)
             copies.append(copied - start)
             behind = publication.result().publish_ms / 1000
+        busy = [publisher.publish(step=number) for number in range(2)][1].result().stall_ms / 1000
     idle, copies = idle[WARM:], copies[WARM:]
     memcpy = statistics.median(copies)
     print(
         f"memcpy {memcpy:.3f} s ({num_bytes / memcpy / 1e9:.1f} GB/s), stall "
-        f"{statistics.median(idle):.3f} s, all of a publish {behind:.3f} s",
+        f"{statistics.median(idle):.3f} s, with another one underway {busy:.3f} s, all of a "
+        f"publish {behind:.3f} s",
         file=sys.stderr,
     )
     ratios = [stall / copy for stall, copy in zip(idle, copies, strict=True)]

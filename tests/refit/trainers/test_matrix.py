@@ -25,7 +25,7 @@ from paceline.testing.fakes.generator import FakeGenerator
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "staging.md"
 TOKEN = "of-this-test"  # noqa: S105 - not a secret
 TRANSPORTS = ("http", "objectstore", "nixl")
-DELTA, CHECKPOINT = WeightPayloadFormat.XOR_DELTA, WeightPayloadFormat.FULL_HF_CHECKPOINT
+DELTA, HOST = WeightPayloadFormat.XOR_DELTA, TrainerStagingMode.COPY_TO_HOST
 
 
 def table() -> Mapping[tuple[TrainerStagingMode, WeightPayloadFormat], bool]:
@@ -91,31 +91,40 @@ def test_the_table_is_whole() -> None:
     ]
 
 
-def beside(transport: str) -> list[Any]:
-    """Return the adapters to try over a transport; devices over one of them, all at night."""
-    return [
-        pytest.param(
-            transport,
-            adapter,
-            marks=pytest.mark.slow if adapter != "module" and transport != "http" else (),
-        )
-        for adapter in ADAPTERS
-    ]
+def is_daily(way: str, adapter: str, mode: TrainerStagingMode) -> bool:
+    """Whether a case is tried at every turn; all of them are at night."""
+    if adapter != "module":
+        return way == "http" and mode in {HOST, TrainerStagingMode.COPY_TO_DEVICE}
+    return way != "nixl" or mode in {HOST, TrainerStagingMode.IN_PLACE}
+
+
+CASES = [
+    pytest.param(
+        way,
+        adapter,
+        *cell,
+        is_there,
+        marks=() if is_daily(way, adapter, cell[0]) else pytest.mark.slow,
+        id=f"{way}-{adapter}-{cell[0].value}-{cell[1].value}",
+    )
+    for way in TRANSPORTS
+    for adapter in ADAPTERS
+    for cell, is_there in table().items()
+]
 
 
 @pytest.mark.parametrize(
-    ("ways", "adapter"), [case for way in TRANSPORTS for case in beside(way)], indirect=["ways"]
+    ("ways", "adapter", "mode", "payload", "is_there"), CASES, indirect=["ways"]
 )
-@pytest.mark.parametrize(("cell", "is_there"), table().items(), ids=str)
 def test_a_cell_is_as_the_table_says(
     ways: tuple[str, Source, ObjectReader],
     adapter: str,
-    cell: tuple[TrainerStagingMode, WeightPayloadFormat],
+    mode: TrainerStagingMode,
+    payload: WeightPayloadFormat,
     is_there: bool,
 ) -> None:
-    """Three versions arrive bit for bit, or the adapter refuses."""
+    """Two versions arrive bit for bit, or the adapter refuses."""
     way, source, reader = ways
-    mode, payload = cell
     torch.manual_seed(7)
     module = Module(is_dense=mode is TrainerStagingMode.IN_PLACE)
     trainer = ADAPTERS[adapter](clock=system_clock(), storage=source)
@@ -142,15 +151,14 @@ def test_a_cell_is_as_the_table_says(
     with publisher:
         engine = engine_of(module)
         receiver = receiver_of(engine, ledger, reader, run_id)
-        for number in range(3):
+        for number in range(2):
             publisher.before_step()
             module.inner.weight.view(-1)[number::7] += 1
             module.outer[number] *= 2
             found = publisher.publish(step=number).result()
             wanted = WeightPayloadFormat.FULL_TENSOR if payload is DELTA and not number else payload
             assert found.payload_format is wanted
-            for _ in range(3):
-                receiver.step()
+            receiver.step()
             assert engine.live_bytes() == bytes_of(module)
 
 

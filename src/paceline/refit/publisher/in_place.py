@@ -7,7 +7,12 @@ from typing import Protocol
 from paceline.refit.errors import PublishError, StagingError
 from paceline.refit.publisher.line import Line
 from paceline.refit.publisher.shelf import VersionShelf
-from paceline.refit.publisher.values import PublisherOptions, WeightSource, WhenInPlace
+from paceline.refit.publisher.values import (
+    OwnVersion,
+    PublisherOptions,
+    WeightSource,
+    WhenInPlace,
+)
 from paceline.refit.trainers.protocol import SupportsCopyOut, TrainerEngineAdapter
 from paceline.refit.transports.protocol import SupportsReplace
 
@@ -40,14 +45,31 @@ class LiveWeights:
         self._shelf = shelf
         self._options = options
 
+    def require_still(self, version: OwnVersion) -> None:
+        """Refuse a version whose live weights were written to since they were captured.
+
+        Raises:
+            StagingError: nobody may be told of it.
+        """
+        if isinstance(self._trainer, SupportsCopyOut):
+            self._trainer.require_still(version.staged)
+
     def take_back(self) -> None:
         """Return when the optimizer may write.
 
         Raises:
-            StagingError: readers still hold a version after ``stage_wait_s``.
+            StagingError: readers still hold a version after ``stage_wait_s``, or somebody wrote to
+                it, so that it had to go.
         """
         if not self._line.wait_idle(self._options.stage_wait_s):
             raise StagingError("the live weights are still being published; step a little later")
+        try:
+            for version in self._shelf.all_there():
+                self.require_still(version)
+        except StagingError:
+            self._shelf.send_off()
+            self._shelf.release()
+            raise
         if self._options.when_in_place is WhenInPlace.COPY and self._copy_out():
             return
         self._shelf.send_off()

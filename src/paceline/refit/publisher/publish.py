@@ -450,6 +450,7 @@ class Publisher:
     def _advertise(self, version: OwnVersion) -> None:
         if not self._heartbeat.is_running:  # nobody would ever take it back
             raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
+        self._live.require_still(version)
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest

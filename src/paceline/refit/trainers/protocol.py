@@ -184,7 +184,15 @@ class SupportsCapture(Protocol):
 
 @runtime_checkable
 class SupportsCopyOut(Protocol):
-    """A trainer adapter that can copy what it serves in place when the optimizer cannot wait."""
+    """A trainer adapter that sees whether what it serves in place stands still, and can copy it."""
+
+    def require_still(self, staged: StagedWeightVersionShardData) -> None:
+        """Refuse a shard that is served in place and was written to; cheap.
+
+        Raises:
+            StagingError: its bytes are not what its manifest says any more.
+        """
+        ...
 
     def copy_out(
         self,

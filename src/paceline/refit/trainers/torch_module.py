@@ -343,6 +343,13 @@ class TorchModuleTrainer(TrainerEngineAdapter):
                 self._guard.release()
             self._drop(record)
 
+    def require_still(self, staged: StagedWeightVersionShardData) -> None:
+        """Refuse a shard that is served in place and was written to. Raises StagingError."""
+        with self._lock:
+            record = self._record(staged)
+            if record is not None and record.is_live:
+                self._guard.verify(by_digest=False)
+
     def copy_out(
         self,
         staged: StagedWeightVersionShardData,
