@@ -27,7 +27,7 @@ from transports.weights import noise, shard_at
 
 _TOKEN = "of-this-benchmark"  # noqa: S105 - not a secret
 _TENSORS = 200
-_ROUNDS = 15
+_ROUNDS = 9
 
 
 def measure(num_bytes: int) -> list[Bar]:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
 from paceline.refit.transports.nixl.reader import (
     BATCH_BYTES,
     NixlObjectReader,
+    _batches_of,
     _descriptors,
     _Move,
 )
@@ -332,6 +334,33 @@ def test_batches_take_as_few_descriptors_as_memory_is_apart() -> None:
     assert remote == [Region(100, 15), Region(200, 5)]
     local, remote = _descriptors([move(0, 100, 10), move(20, 110, 5)])
     assert (len(local), len(remote)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "batches"),
+    [
+        (5 * 2**18, 3, [5 * 2**18] * 3),
+        (5 * 2**20, 2, [4 * 2**20, 2**20] * 2),
+        (300_000, 8, [1_200_000] * 2),
+        (9 * 2**20, 1, [4 * 2**20, 4 * 2**20, 2**20]),
+        (1000, 3, [3000]),
+    ],
+)
+def test_batches_end_with_parts(part: int, count: int, batches: list[int]) -> None:
+    """A part is told of with its last byte, unless it is so small that others go with it."""
+    whole = mmap.mmap(-1, part * count)
+    parts = [
+        Part(
+            wanted=ObjectRange(object_id="ab", offset=at * part, size=part),
+            target=memoryview(whole)[at * part : (at + 1) * part],
+        )
+        for at in range(count)
+    ]
+    stretch = Stretch(address=4096, size=part * count, memory="DRAM", device=0)
+    table = Table(agent_name="a", agent_metadata=b"", stretches=(stretch,))
+    found = list(_batches_of(parts, {"ab": table}))
+    assert [sum(move.local.size for move in moves) for _, moves in found] == batches
+    assert {name for name, _ in found} == {"a"}
 
 
 def test_agent_provides_what_the_trainer_contract_asks() -> None:

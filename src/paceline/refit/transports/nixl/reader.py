@@ -332,6 +332,9 @@ def _batches_of(
             rest.extendleft(tail)
             batch.append(head)
             size += head.local.size
+        if size >= BATCH_BYTES // 4:  # what is whole is told of at once
+            yield key[0], batch
+            batch, size = [], 0
     if batch:
         yield key[0], batch
 
