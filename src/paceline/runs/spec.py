@@ -105,7 +105,7 @@ def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     """Return the job that ``data`` describes. Raises SpecError, and nothing else."""
     problems: list[Problem] = []
     tree = Document.read(data, problems)
-    if not problems:
+    if tree.is_read:
         job = _Checker(tree=tree, around=around, problems=problems).job()
         if job is not None and not problems:
             return job
