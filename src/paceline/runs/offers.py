@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
+from paceline.core.text import told_by
 from paceline.rental import AllRefusedError, BudgetError, NoOffersError
 from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
 from paceline.rental.drivers.renting import AGAIN
@@ -190,4 +191,4 @@ def cheaper_reasons(plan: RentPlan) -> tuple[str, ...]:
         for left in sorted(cheaper, key=lambda left: left.dph or 0.0)[:NUM_REASONS]
     ]
     silent = [left for left in plan.passed_over if left.offer_id is None]
-    return (*told, *(f"{left.backend}: {', '.join(left.reasons)}" for left in silent))
+    return (*told, *(told_by(left.backend, ", ".join(left.reasons)) for left in silent))
