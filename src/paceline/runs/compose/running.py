@@ -227,6 +227,7 @@ def _links_for(
             backend=services.backend,
             word=beacon.word,
             has_http=has_http,
+            note=watcher.note,
         )
         links = Links(
             LinkParts(
