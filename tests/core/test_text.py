@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.text import printable
+from paceline.core.text import printable, told_by
 
 
 @given(st.text())
@@ -23,3 +23,10 @@ def test_ordinary_text_is_left_alone() -> None:
         printable("\x1b[31mred\u202e")
         == "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}"
     )
+
+
+def test_a_name_is_told_once() -> None:
+    """Errors of backends begin with the backend; who tells of them does not say it again."""
+    assert told_by("vast", "vast: no key") == "vast: no key"
+    assert told_by("vast", "vast machine 7 is gone") == "vast machine 7 is gone"
+    assert told_by("vast", "vastly too dear") == "vast: vastly too dear"

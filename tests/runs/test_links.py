@@ -13,7 +13,8 @@ from paceline.refit.model import VersionState, WeightPayloadFormat
 from paceline.refit.publisher import CanonicalPublisher
 from paceline.runs.bootstrap import role_env
 from paceline.runs.model import Slot
-from paceline.runs.spec import SpecError, Surroundings, parse_job
+from paceline.runs.sections import Surroundings
+from paceline.runs.spec import SpecError, parse_job
 from paceline.system import system_clock
 from paceline.testing.fakes.control_plane import FakeControlPlane
 

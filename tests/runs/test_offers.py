@@ -97,6 +97,20 @@ def test_an_offer_of_one_machine_is_planned_once() -> None:
         plan_rows(desk, three)
 
 
+def test_two_roles_do_not_plan_the_same_machine() -> None:
+    """What the first takes is not the second's; where nothing is left the plan says so."""
+    desk = Desk()
+    desk.market.names_hosts = True
+    one = replace(job().roles[0], count=1)
+    two = replace(job(), roles=(one, replace(one, name="other")))
+    first, second = plan_rows(desk, two)
+    assert (first.dph, second.dph) == (2.0, 3.0)
+    assert total_dph([first, second]) == 5.0
+    three = replace(two, roles=(*two.roles, replace(one, name="third")))
+    with pytest.raises(NoOffersError, match=r"role third: 1 machines .* no role above it takes"):
+        plan_rows(desk, three)
+
+
 def test_a_plan_beyond_the_hard_cap_is_refused_before_anything_is_rented() -> None:
     """Two machines at two dollars are four an hour."""
     desk = Desk()

@@ -25,6 +25,7 @@ from paceline.rental import (
     RemoteCommandError,
     SshUnreachableError,
 )
+from paceline.rental.budget import Level, Spending
 from paceline.rental.death import Death
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.orchestrator import RentRequest
@@ -124,10 +125,11 @@ class FakeCloud:
         on_record = (*self.alive.values(), *self.written)
         return tuple(m for m in on_record if run_id in {None, m.run_id})
 
-    def cost_usd(self, run_id: str) -> float:
+    def spending(self, run_id: str) -> Spending:
         if self.unpriced is not None:
             raise self.unpriced
-        return self.usd
+        burn_dph = sum(machine.offer.dph for machine in self.machines(run_id))
+        return Spending(spent_usd=self.usd, burn_dph=burn_dph, level=Level.WITHIN, hard_in_s=None)
 
     # what the backend signs
 
@@ -500,11 +502,14 @@ class Meter(World):
         self.read = threading.Event()
         since_s = self.clock.time()
 
-        def cost_usd(run_id: str) -> float:
-            self.read.set()
-            return max(0.0, self.clock.time() - since_s) / 3600
+        spending = self.cloud.spending
 
-        self.cloud.cost_usd = cost_usd  # type: ignore[method-assign]
+        def measured(run_id: str) -> Spending:
+            self.read.set()
+            spent_usd = max(0.0, self.clock.time() - since_s) / 3600
+            return replace(spending(run_id), spent_usd=spent_usd)
+
+        self.cloud.spending = measured  # type: ignore[method-assign]
 
     def let_pass(self, seconds: float) -> None:
         """Let time pass, and the driver look at the money after it, twice."""

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from paceline.core.errors import UsageError
 from paceline.runs.document import BYTES_MAX
 from paceline.runs.model import Budget, JobSpec, NotifySpec, RestartMode, RoleKind
-from paceline.runs.spec import (
-    SpecError,
-    Surroundings,
-    duration_s,
-    load_job,
-    parse_job,
-)
+from paceline.runs.sections import Surroundings, duration_s
+from paceline.runs.spec import SpecError, load_job, parse_job
 
 AROUND = Surroundings(
     base=Path("/job"), backends=("local", "vast"), is_dir=lambda path: path.name != "missing"
@@ -340,3 +335,20 @@ def test_what_is_wrong_with_a_night_is_told_at_once() -> None:
     ):
         assert part in "\n".join(said)
     assert "dead_man.after" in said[-1]
+
+
+def test_what_no_seller_has_and_what_is_there_twice_are_told_with_all_else() -> None:
+    """One mistake never hides another; a backend that names GPUs itself may have anything."""
+    text = """\
+name: a
+budget: {soft_usd: 5, hard_usd: 2}
+roles:
+  trainer: {backend: vast, gpu: h900-1x, run: x, run: y}
+  other: {backend: [vast, local], gpu: h900-1x, kind: task, run: x}
+"""
+    with pytest.raises(SpecError) as caught:
+        parse_job(text.encode(), source="job.yaml", around=AROUND)
+    budget, twice, gpu = str(caught.value).splitlines()
+    assert budget == "job.yaml:2: budget.hard_usd: must not be below soft_usd"
+    assert twice == "job.yaml:4: key 'run' is there already, on line 4"
+    assert gpu.startswith("job.yaml:4: roles.trainer.gpu: 'h900' is no GPU that is known here; ")

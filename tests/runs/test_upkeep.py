@@ -157,7 +157,7 @@ def test_a_backend_that_fails_is_named_and_hides_nothing(place: Place) -> None:
     place.north.before_call = refuse
     found = find_left_overs(place, BACKENDS)
     assert [one.label for one in found.machines] == [STRAY]
-    assert found.problems == ("north was not asked: status 500",)
+    assert found.problems == ("not asked: north: status 500",)
     place.north = FakeBackend(clock=place.clock, name="north")  # type: ignore[assignment]
     assert "cannot list" in find_left_overs(place, BACKENDS).problems[0]
 

@@ -5,6 +5,7 @@ import json
 import click
 
 from paceline.core.errors import ExitStatus, UsageError
+from paceline.core.text import told_by
 from paceline.rental import Offer, OfferConstraints, backend_names
 from paceline.rental.compose import check_credentials, survey_offers
 from paceline.rental.market import NUM_OFFERS_MAX, Survey
@@ -47,7 +48,7 @@ def offers(  # noqa: PLR0913 - one parameter per option
     found = survey_offers(_names(backends), constraints, timeout_s=timeout)
     for note in found.notes:
         word = "warning: " if note.is_failure else ""
-        click.echo(f"{word}{note.backend}: {_one_line(note.message)}", err=True)
+        click.echo(word + told_by(note.backend, _one_line(note.message)), err=True)
     if as_json:
         click.echo(json.dumps(_as_json(found)))
     else:

@@ -33,7 +33,7 @@ CHECK_TIMEOUT_S = 20.0
 
 def _duration(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
     """Read ``2h``; what a job file takes as a duration."""
-    from paceline.runs.spec import duration_s
+    from paceline.runs.sections import duration_s
 
     try:
         found = None if text is None else duration_s(float(text) if text.isdigit() else text)

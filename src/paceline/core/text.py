@@ -13,3 +13,8 @@ def printable(text: str) -> str:
         char if char in "\n\t" or unicodedata.category(char) not in _UNFIT else _REPLACEMENT
         for char in text
     )
+
+
+def told_by(name: str, text: str) -> str:
+    """Return what ``name`` says, with its name in front once: many of its errors begin with it."""
+    return text if text.startswith((f"{name}: ", f"{name} ")) else f"{name}: {text}"

@@ -17,6 +17,8 @@ VAST: Final = "vast"
 RUNPOD: Final = "runpod"
 LAMBDA: Final = "lambda"
 NEBIUS: Final = "nebius"
+SELLERS: Final = frozenset({VAST, RUNPOD, LAMBDA, NEBIUS})
+"""Who sells nothing but what is in the table below."""
 
 _BAND = (0.93, 1.09)
 """Share of the marketed memory within which a card reports: 24564 MiB of 24 GB, 143771 of 141."""

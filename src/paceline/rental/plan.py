@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from paceline.core.text import told_by
 from paceline.rental.errors import NoOffersError, ProvisionError
 from paceline.rental.failover import Block
 from paceline.rental.hosts import HostRecord, first_hour_usd
@@ -105,7 +106,7 @@ class RentPlan:
     def explain(self) -> str:
         """Return one line per thing that was passed over."""
         return "; ".join(
-            f"{' '.join(filter(None, (left.backend, left.offer_id)))}: {', '.join(left.reasons)}"
+            told_by(" ".join(filter(None, (left.backend, left.offer_id))), ", ".join(left.reasons))
             for left in self.passed_over
         )
 

@@ -19,13 +19,15 @@ from paceline.rental.model import InstanceState, InstanceStatus
 
 _POLL_S = 5.0
 """How often a provider is asked; RunPod allows a request a second for a whole account."""
-_FIRST_POLL_S = 0.5
+_FIRST_POLL_S = 0.25
 """How soon a fresh machine is asked again; some are there in a second."""
+FIRST_LOOK_S = 1.0
+"""How long nothing is up for sure: where reads are counted, one before that costs the next."""
 DENIED_S_MAX = 180.0
 """How long a machine may refuse our key: some providers put it there after they say running."""
 
 
-def wait_running(
+def wait_running(  # noqa: PLR0913 - what a wait is made of
     status: Callable[[], InstanceStatus],
     *,
     clock: Clock,
@@ -33,6 +35,7 @@ def wait_running(
     what: str = "the machine",
     interval_s: float = 5.0,
     probe: Callable[[InstanceStatus], None] | None = None,
+    first_look_s: float = 0.0,
 ) -> None:
     """Ask ``status`` until it says running, and then ``probe`` until it does not raise.
 
@@ -44,6 +47,7 @@ def wait_running(
         interval_s: between two questions, once it has taken a while.
         probe: reaches the machine itself, at the address that its status has, such as
             ``Reach.probe``: what a provider calls running need not answer.
+        first_look_s: how long to wait before the first question; not more than ``timeout_s``.
 
     Raises:
         DeadlineExceededError: it did not within ``timeout_s``; says what was in the way last.
@@ -52,12 +56,14 @@ def wait_running(
         BackendError: what ``probe`` raises beside SshUnreachableError, such as another host key.
     """
     wait = _Wait(status=status, probe=probe, clock=clock, what=what)
+    first_look_s = min(first_look_s, timeout_s)
+    clock.sleep(first_look_s)
     try:
         wait_until(
             wait.is_usable,
             what=f"{what} becoming usable",
             clock=clock,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s - first_look_s,
             interval_s=interval_s,
             first_interval_s=_FIRST_POLL_S,
         )
@@ -86,6 +92,11 @@ def failing(
     return checked
 
 
+def newborn_s(created_at: float, *, clock: Clock) -> float:
+    """Return how long a machine is too young to be up."""
+    return max(0.0, min(FIRST_LOOK_S, created_at + FIRST_LOOK_S - clock.time()))
+
+
 def wait_gone(
     status: Callable[[], InstanceStatus],
     *,
@@ -93,13 +104,13 @@ def wait_gone(
     clock: Clock,
     timeout_s: float,
     what: str,
-    looks_first: bool = False,
+    looks_between: bool = False,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
     The order comes first: a look before it would only cost a place in the provider's pace. With
-    ``looks_first`` it comes second, for providers that refuse to end what is on its way out, and
-    ``destroy`` is given what ``status`` said last, None if it has not answered. It may raise
+    ``looks_between`` every further one comes after a look, for providers that refuse to end what is
+    on its way out, and ``destroy`` is given what ``status`` said last, None at first. It may raise
     AbsentError, which alone proves nothing: some providers do not know their newest machines.
     Return whether there was anything to destroy.
 
@@ -108,7 +119,7 @@ def wait_gone(
         AuthError: the key was refused.
     """
     leaving = _Leaving(status=status, destroy=destroy)
-    ready = leaving.is_gone_or_told if looks_first else leaving.is_gone_when_told
+    ready = leaving.is_gone_or_told if looks_between else leaving.is_gone_when_told
     try:
         wait_until(
             ready,
@@ -192,13 +203,15 @@ class _Leaving:
         self._status = status
         self._destroy = destroy
         self._seen: InstanceStatus | None = None
+        self._was_told = False
 
     def is_gone_or_told(self) -> bool:
-        """Look, and give the order only to what is there."""
-        return self._is_gone() or self.is_gone_when_told()
+        """Give the order; the next time only to what is still there."""
+        return (self._was_told and self._is_gone()) or self.is_gone_when_told()
 
     def is_gone_when_told(self) -> bool:
         """Give the order and look."""
+        self._was_told = True
         try:
             self._destroy(self._seen)
         except AbsentError as exc:

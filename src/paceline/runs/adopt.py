@@ -22,7 +22,8 @@ from paceline.runs.journal import RUN_ENDING
 from paceline.runs.live import LIVE_NAME
 from paceline.runs.model import JobSpec, Outcome, Slot
 from paceline.runs.plan import Finish
-from paceline.runs.spec import Surroundings, is_dir, parse_job
+from paceline.runs.sections import Surroundings
+from paceline.runs.spec import is_dir, parse_job
 from paceline.runs.wheel import WHEEL_DIR
 
 ORDER_FILE = "order.json"

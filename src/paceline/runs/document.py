@@ -28,7 +28,10 @@ class Document:
     def __init__(self) -> None:
         self.value: object = None
         self._lines: dict[tuple[str, ...], int] = {}
+        self.is_read = False
+        """Whether all of the text became values; a key that is there twice has its first one."""
         self._nodes = 0
+        self._twice: list[Problem] = []
 
     @classmethod
     def read(cls, data: bytes, problems: list[Problem]) -> "Document":
@@ -36,6 +39,7 @@ class Document:
         tree = cls()
         try:
             tree._fill(data)
+            tree.is_read = True
         except _TextError as exc:
             problems.append(Problem(line=exc.line, path="", message=str(exc)))
         except UnicodeDecodeError as exc:
@@ -48,6 +52,7 @@ class Document:
             what = getattr(exc, "problem", None) or str(exc).splitlines()[0]
             line = mark.line + 1 if mark else 1
             problems.append(Problem(line=line, path="", message=f"not YAML: {what}"))
+        problems += tree._twice
         return tree
 
     def _fill(self, data: bytes) -> None:
@@ -87,7 +92,9 @@ class Document:
                 raise _TextError(line, "a key must be plain text")
             key = _text(key_node)
             if key in seen:
-                raise _TextError(line, f"key {shown(key)} is there already, on line {seen[key]}")
+                message = f"key {shown(key)} is there already, on line {seen[key]}"
+                self._twice.append(Problem(line=line, path="", message=message))
+                continue
             seen[key] = line
             self._lines[(*path, key)] = line
             yield key, self._convert(value_node, (*path, key), depth + 1)

@@ -22,6 +22,7 @@ from paceline.rental import (
     InstanceHandle,
     RemoteCommandError,
 )
+from paceline.rental.budget import Spending
 from paceline.rental.death import Death
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine
@@ -57,8 +58,8 @@ class Rental(Protocol):
         """Return everything on record that is not proven gone."""
         ...
 
-    def cost_usd(self, run_id: str) -> float:
-        """Return what the run has cost so far."""
+    def spending(self, run_id: str) -> Spending:
+        """Return what the run has cost so far, and what it burns."""
         ...
 
 

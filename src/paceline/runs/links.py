@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,7 @@ from paceline.runs.reach import (
 from paceline.runs.shortcuts import Shortcuts, Spot
 
 PROBE_TIMEOUT_S = 20
+PARALLEL_MAX = 8
 LINKS_FILE = "links.json"
 
 
@@ -86,6 +88,8 @@ class Links:
         self._ways: list[Shortcut] = []
         self._tunnels: dict[Slot, Kept] = {}
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        """Held while tables of routes are written: the last to be written is the whole one."""
 
     def join(self, slot: Slot, machine: Machine) -> None:
         """Find out how a slot's machine can be reached, and keep it so from now on.
@@ -114,21 +118,27 @@ class Links:
             tunnel = self._parts.open_tunnel(access, self._plan(slot, forwards))
             with self._lock:
                 self._tunnels[slot] = tunnel
-        for other in others:
-            self._shorten(spot, other)
+        if others:
+            with ThreadPoolExecutor(max_workers=min(len(others), PARALLEL_MAX)) as pool:
+                list(pool.map(lambda other: self._shorten(spot, other), others))
         with self._lock:
             self._show(slot)
 
     def _shorten(self, spot: Spot, other: Spot) -> None:
         """Look for ways between two machines past this computer, and let both know of them."""
         found = self._parts.shortcuts.between(spot, other)
-        with self._lock:
-            self._ways += found
-            for end in (spot, other) if found else ():
+        if not found:
+            return
+        with self._telling:
+            with self._lock:
+                self._ways += found
+                ways = list(self._ways)
+            for end in (spot, other):
                 try:
-                    self._parts.shortcuts.tell(end, self._ways)
+                    self._parts.shortcuts.tell(end, ways)
                 except PacelineError as exc:
-                    self._ways = [way for way in self._ways if way.source != end.slot]
+                    with self._lock:
+                        self._ways = [way for way in self._ways if way.source != end.slot]
                     self._parts.note(f"{end.slot} goes through this computer: {exc}")
 
     def env(self, slot: Slot) -> dict[str, str]:

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.rental import AllRefusedError, BudgetError, NoOffersError
+from paceline.core.text import told_by
+from paceline.rental import AllRefusedError, BudgetError, NoOffersError, Offer
 from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
+from paceline.rental.catalogue import parse_target
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.plan import NUM_ATTEMPTS_MAX, RentPlan
 from paceline.runs.fleet import rent_request
-from paceline.runs.model import JobSpec, RoleSpec
+from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot
+from paceline.runs.reach import exposed
 
 NUM_ALTERNATIVES = 3
 NUM_REASONS = 5
@@ -76,8 +79,14 @@ def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list
         NoOffersError: the first role that nothing fits.
         BudgetError: the hard cap does not pay for the plan.
     """
+
+    def ask(role: RoleSpec) -> RentPlan:
+        return _plan(planning, job, role, explain=explain)
+
     with ThreadPoolExecutor(max_workers=len(job.roles)) as pool:
-        rows = list(pool.map(lambda role: _row(planning, role, explain=explain), job.roles))
+        plans = list(pool.map(ask, job.roles))
+    taken: set[tuple[str, str]] = set()
+    rows = [_row(role, plan, taken) for role, plan in zip(job.roles, plans, strict=True)]
     refusal = refuse_plan([row.planned for row in rows], caps_of(job))
     if refusal is not None:
         raise BudgetError(refusal)
@@ -126,9 +135,10 @@ def worst_of(rows: Sequence[PlanRow]) -> AtWorst:
     return worst_case(row.planned for row in rows)
 
 
-def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
+def _plan(planning: Planning, job: JobSpec, role: RoleSpec, *, explain: bool) -> RentPlan:
     request = rent_request(role, 0, run_id="plan", ssh_pubkey_path=planning.ssh_pubkey_path)
-    plan = planning.rental.plan(request, explain=explain)
+    ports = (0,) * _num_ports(job, role)
+    plan = planning.rental.plan(replace(request, ports=ports), explain=explain)
     if not plan.attempts:
         near = "".join(f"; nearest: {one}" for one in plan.relaxations)
         kind = AllRefusedError if plan.is_hopeless else NoOffersError
@@ -136,8 +146,26 @@ def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
             f"role {role.name}: nothing on offer fits {role.gpu}: {plan.explain()}{near}; "
             "relax the role, or allow another backend"
         )
-    firsts = first_prices(plan, role)
-    offer, *others = plan.attempts
+    return plan
+
+
+def _num_ports(job: JobSpec, role: RoleSpec) -> int:
+    """Return how many ports each of a role's machines is to have reached from outside."""
+    if job.refit is None or role.kind is RoleKind.TASK:
+        return 0
+    slot = Slot(role=role.name, index=0)
+    ports = {slot: (0,) * parse_target(role.gpu).count}
+    found = exposed({slot: role}, ports, has_http="http" in job.refit.transports)
+    return len(found.get(slot, ()))
+
+
+def _row(role: RoleSpec, plan: RentPlan, taken: set[tuple[str, str]]) -> PlanRow:
+    """Return a role's row from what earlier roles leave of its plan; what it takes is ``taken``."""
+    left = tuple(one for one in plan.attempts if (one.backend, one.id) not in taken)
+    is_cut = len(plan.attempts) >= NUM_ATTEMPTS_MAX
+    firsts = first_takes(left, role, is_cut=is_cut)
+    taken.update((one.backend, one.id) for one in firsts if one.host)
+    offer, *others = left or plan.attempts
     return PlanRow(
         role=role.name,
         count=role.count,
@@ -156,29 +184,30 @@ def _row(planning: Planning, role: RoleSpec, *, explain: bool) -> PlanRow:
             role=role.name,
             count=role.count,
             boot_timeout_s=role.boot_timeout_s,
-            dphs=tuple(one.dph for one in plan.attempts),
-            firsts=firsts,
+            dphs=tuple(one.dph for one in left or plan.attempts),
+            firsts=tuple(one.dph for one in firsts),
         ),
     )
 
 
-def first_prices(plan: RentPlan, role: RoleSpec) -> tuple[float, ...]:
-    """Return what each machine of a role costs if it takes the first offer that is left.
+def first_takes(offers: Sequence[Offer], role: RoleSpec, *, is_cut: bool) -> tuple[Offer, ...]:
+    """Return what each machine of a role is if it takes the first offer that is left.
 
-    Raises NoOffersError where every offer is one machine and there are fewer than asked for.
+    ``is_cut``: there may be more offers than these. Raises NoOffersError where every offer is one
+    machine and there are fewer than asked for.
     """
-    prices: list[float] = []
-    for offer in plan.attempts:
+    found: list[Offer] = []
+    for offer in offers:
         # One machine is behind an offer that names its host; others are a kind that is sold.
-        prices += [offer.dph] * (1 if offer.host else role.count)
-    if len(prices) < role.count and len(plan.attempts) < NUM_ATTEMPTS_MAX:
+        found += [offer] * (1 if offer.host else role.count)
+    if len(found) < role.count and not is_cut:
         raise NoOffersError(
             f"role {role.name}: {role.count} machines of {role.gpu} are asked for and only "
-            f"{len(prices)} are on offer that fit; ask for fewer, relax the role, allow another "
-            "backend, or wait with --retry-until-up"
+            f"{len(found)} are on offer that fit and that no role above it takes; ask for fewer, "
+            "relax the role, allow another backend, or wait with --retry-until-up"
         )
-    prices += prices[-1:] * (role.count - len(prices))
-    return tuple(prices[: role.count])
+    found += found[-1:] * (role.count - len(found))
+    return tuple(found[: role.count])
 
 
 def cheaper_reasons(plan: RentPlan) -> tuple[str, ...]:
@@ -190,4 +219,4 @@ def cheaper_reasons(plan: RentPlan) -> tuple[str, ...]:
         for left in sorted(cheaper, key=lambda left: left.dph or 0.0)[:NUM_REASONS]
     ]
     silent = [left for left in plan.passed_over if left.offer_id is None]
-    return (*told, *(f"{left.backend}: {', '.join(left.reasons)}" for left in silent))
+    return (*told, *(told_by(left.backend, ", ".join(left.reasons)) for left in silent))

@@ -347,15 +347,15 @@ class RunDriver:
         It cannot while the record cannot be read, nor once the computer's clock was set back: by
         it machines cost nothing again until it is where it was.
         """
-        rental, run_id = self._parts.rental, self._parts.run_id
         now_s = self._parts.clock.monotonic()
         since_s, self._cost_read_s = now_s - self._cost_read_s, now_s
         reckoned_usd = self._cost_usd + self._burn_dph * since_s / 3600
         self._watch_clock(since_s)
         try:
-            read_usd = rental.cost_usd(run_id)
-            self._cost_usd = max(read_usd, reckoned_usd) if self._is_clock_back else read_usd
-            self._burn_dph = sum(machine.offer.dph for machine in rental.machines(run_id))
+            read = self._parts.rental.spending(self._parts.run_id)
+            back_usd = reckoned_usd if self._is_clock_back else 0.0
+            self._cost_usd = max(read.spent_usd, back_usd)
+            self._burn_dph = read.burn_dph
             self._is_cost_guessed = False
         except StoreError as exc:
             self._cost_usd = reckoned_usd

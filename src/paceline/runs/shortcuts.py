@@ -60,6 +60,7 @@ class Shortcuts:
         backend: Callable[[str], BackendAdapter],
         word: str,
         has_http: bool,
+        note: Callable[[str], None],
     ) -> None:
         """Take the parts.
 
@@ -69,12 +70,14 @@ class Shortcuts:
             backend: by name.
             word: what a probe says, which nobody else does.
             has_http: weights travel over a port that can be dialled.
+            note: is told why there is no shortcut where one was tried.
         """
         self._run_id = run_id
         self._ports = ports
         self._backend = backend
         self._word = word
         self._has_http = has_http
+        self._note = note
         self._trainers: dict[str, _Trainer] = {}
         self._lock = Lock()
 
@@ -106,7 +109,7 @@ class Shortcuts:
         text = shlex.quote(json.dumps(routes))
         folder = shlex.quote(self._run_id)
         command = f"mkdir -p {folder} && printf %s {text} > {file}.new && mv {file}.new {file}"
-        self._must(spot, command)
+        self._must(spot, command, "writing the table of routes")
 
     def _dialled(self, source: Spot, target: Spot) -> Shortcut | None:
         """Return the way by mapped ports, if one of them answers from there."""
@@ -123,7 +126,8 @@ class Shortcuts:
                 self._succeeds(target, strike_command(first))
             else:  # somebody listens there already: the role itself, of a run that goes on
                 works = self._succeeds(source, knock_command(host, outside))
-        except PacelineError:
+        except (PacelineError, OSError) as exc:
+            self._note(f"{source.slot} does not dial {target.slot}: {exc}")
             return None
         if not works:
             return None
@@ -157,7 +161,8 @@ class Shortcuts:
                 return []
             self._admit(rollout, plan, self._public_key(trainer, mine))
             self._keep(trainer, plan)
-        except PacelineError:
+        except (PacelineError, OSError) as exc:
+            self._note(f"{trainer.slot} keeps no tunnel to {rollout.slot}: {exc}")
             return []
         why = f"kept by {trainer.slot}, from where ssh to {rollout.slot} works"
         pairs = ((trainer, rollout, ports[1]), (rollout, trainer, ports[0]))
@@ -177,7 +182,7 @@ class Shortcuts:
         with mine.lock:
             if mine.public_key is None:
                 folder = self._guest(trainer).path(keeping.PEERS)
-                self._must(trainer, keeping.key_command(folder))
+                self._must(trainer, keeping.key_command(folder), "making a key with ssh-keygen")
                 with TemporaryDirectory() as name:
                     here = Path(name) / "key.pub"
                     backend = self._backend(trainer.machine.backend)
@@ -193,14 +198,14 @@ class Shortcuts:
             f"admit/line-{plan.trainer}": keeping.admission(plan, public_key),
         }
         self._put(rollout, folder, files)
-        self._must(rollout, keeping.start_command(f"{folder}/admit"))
+        self._must(rollout, keeping.start_command(f"{folder}/admit"), "letting the trainer in")
 
     def _keep(self, trainer: Spot, plan: keeping.Keeping) -> None:
         folder = self._folder(trainer, plan.rollout)
         known = plan.target.known_hosts.read_text(encoding="utf-8")
         self._put(trainer, folder, {"keep.sh": keeping.keep_script(plan), "hosts": known})
-        self._must(trainer, keeping.start_command(folder))
-        self._must(trainer, keeping.await_command(folder))
+        self._must(trainer, keeping.start_command(folder), "starting the tunnel")
+        self._must(trainer, keeping.await_command(folder), "connecting (see peers/*/said there)")
 
     def _folder(self, trainer: Spot, rollout: Slot) -> str:
         return self._guest(trainer).path(keeping.PEERS, str(rollout))
@@ -220,9 +225,9 @@ class Shortcuts:
         )
         return ended.code == 0
 
-    def _must(self, spot: Spot, command: str) -> None:
+    def _must(self, spot: Spot, command: str, what: str) -> None:
         if not self._succeeds(spot, command):
-            raise ShortcutError(f"{spot.slot}: a step towards a shortcut failed there")
+            raise ShortcutError(f"{what} did not work on {spot.slot}")
 
     def _guest(self, spot: Spot) -> Guest:
         return Guest(run_id=self._run_id, slot=spot.slot)

@@ -5,27 +5,20 @@ pydantic model of its own, and what holds between sections is checked on the sec
 out right: so one mistake never hides another.
 """
 
-import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar, cast
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
     ValidationError,
-    ValidationInfo,
 )
 
 from paceline.core.errors import UsageError
-from paceline.rental.catalogue import parse_target
+from paceline.rental.catalogue import SELLERS, boards_sold, parse_target
+from paceline.runs import sections
 from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
     FREE_BACKENDS,
@@ -40,19 +33,13 @@ from paceline.runs.model import (
     RoleKind,
     RoleSpec,
 )
+from paceline.runs.sections import Surroundings
 
 HARD_OVER_SOFT = 1.5
-BUCKET_SCHEMES = ("s3", "gs", "az", "file")
-PORT_MAX = 65535
 ROLLOUT_RESTARTS = 3
-DEAD_MAN_S_MIN = 5.0
-STORE_SCHEMES = ("s3://", "gs://", "az://", "file:///")
 
 # Names become part of run ids and of machine labels, which providers limit.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,29}[a-z0-9])?")
-_DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
-_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SpecError(UsageError):
@@ -67,16 +54,6 @@ class SpecError(UsageError):
             for p in self.problems
         ]
         super().__init__("\n".join(lines))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a job file is checked against."""
-
-    base: Path
-    """Relative directories count from here."""
-    backends: Collection[str]
-    is_dir: Callable[[Path], bool]
 
 
 def load_job(path: Path, *, backends: Collection[str]) -> JobSpec:
@@ -105,7 +82,7 @@ def parse_job(data: bytes, *, source: str, around: Surroundings) -> JobSpec:
     """Return the job that ``data`` describes. Raises SpecError, and nothing else."""
     problems: list[Problem] = []
     tree = Document.read(data, problems)
-    if not problems:
+    if tree.is_read:
         job = _Checker(tree=tree, around=around, problems=problems).job()
         if job is not None and not problems:
             return job
@@ -120,198 +97,7 @@ def text_of_command(role: Mapping[str, object], *, budget_usd: float | None) -> 
     return json.dumps(job).encode()
 
 
-def duration_s(value: object) -> object:
-    """Turn ``10m`` or a number of seconds into seconds; anything else raises ValueError."""
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
-        return int(match[1]) * _UNIT_S[match[2]]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError("expected a duration such as 90s, 10m, 2h or 1d")
-
-
-# What each section may hold. Messages for people are made in _explain; these only decide.
-
-
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _no_nul(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("holds a NUL character")
-    return value
-
-
-def _blank(value: str) -> str:
-    if not value.strip():
-        raise ValueError("must not be empty")
-    return _no_nul(value)
-
-
-def _gpu_token(value: str) -> str:
-    return str(parse_target(value))  # a UsageError is a ValueError
-
-
-def _around(info: ValidationInfo) -> Surroundings:
-    return cast(Surroundings, info.context)
-
-
-def _known_backends(value: list[str], info: ValidationInfo) -> list[str]:
-    known = _around(info).backends
-    for name in value:
-        if name not in known:
-            raise ValueError(f"unknown backend {shown(name)}; {_nearest(name, known)}")
-    if not value or len(set(value)) != len(value):
-        raise ValueError("name at least one backend, each once")
-    return value
-
-
-def _existing_dir(value: str, info: ValidationInfo) -> Path:
-    around = _around(info)
-    path = around.base / _no_nul(value)
-    if not around.is_dir(path):
-        raise ValueError(f"no such directory: {path}")
-    return path
-
-
-def _inside(value: list[str]) -> list[str]:
-    for item in value:
-        path = PurePosixPath(_blank(item))
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{shown(item)} must be a path below the working directory")
-    return value
-
-
-def _environment(value: Mapping[str, str | int]) -> dict[str, str]:
-    for key in value:
-        if not _ENV_KEY.fullmatch(key) or key.startswith("PACELINE_"):
-            raise ValueError(f"{shown(key)} cannot be set: not a variable name, or ours")
-    return {key: _no_nul(str(item)) for key, item in value.items()}
-
-
-def _env_item(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError("expected text; put the value in quotes")  # noqa: TRY004 - pydantic's way
-    return str(value)
-
-
-def _listen(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port[:6]) > PORT_MAX:
-        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:0, got {shown(value)}")
-    return value
-
-
-def _bucket_url(value: str) -> str:
-    scheme, found, rest = value.partition("://")
-    if value and (not found or scheme not in BUCKET_SCHEMES or not rest.strip("/")):
-        raise ValueError(
-            f"expected a bucket and prefix such as s3://bucket/runs, got {shown(value)}"
-        )
-    return value
-
-
-def _web_address(value: str) -> str:
-    if not value.startswith(("http://", "https://")):
-        raise ValueError("expected an address that begins with https:// or http://")
-    return value
-
-
-def _store_address(value: str) -> str:
-    if not value.startswith(STORE_SCHEMES):
-        raise ValueError(f"expected the URL of an object store: {', '.join(STORE_SCHEMES)}...")
-    return value
-
-
-_Text = Annotated[str, AfterValidator(_blank)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Duration = Annotated[float, BeforeValidator(duration_s), Field(gt=0, le=30 * 86400.0)]
-_Count = Annotated[int, Field(ge=1, le=256)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _Top(_Section):
-    name: str
-    roles: dict[str, Any]
-    budget: Any = None
-    refit: Any = None
-    artifacts: Any = None
-    notify: Any = None
-    dead_man: Any = None
-
-
-class _Budget(_Section):
-    soft_usd: _Positive
-    hard_usd: _Positive | None = None
-    grace: _Duration = 120.0
-
-
-class _Notify(_Section):
-    command: _Text | None = None
-    webhook: Annotated[_Text, AfterValidator(_web_address)] | None = None
-
-
-class _DeadMan(_Section):
-    after: Annotated[_Duration, Field(ge=DEAD_MAN_S_MIN)] = 7200.0
-
-
-class _Refit(_Section):
-    model: _Text
-    payload: Literal["XOR_DELTA", "FULL_TENSOR", "FULL_HF_CHECKPOINT"] = "XOR_DELTA"
-    format: Literal["paceline", "canonical"] = "paceline"
-    staging: Literal["COPY_TO_HOST", "COPY_TO_DEVICE", "IN_PLACE", "WRITE_TO_STORAGE"] = (
-        "COPY_TO_HOST"
-    )
-    when_leased: Literal["block", "drop", "skip"] = "block"
-    when_in_place: Literal["wait", "copy"] = "wait"
-    when_unproven: Literal["anchor", "new-run", "refuse"] = "anchor"
-    transports: Annotated[
-        list[Literal["nixl", "http", "objectstore"]], BeforeValidator(_listed), Field(min_length=1)
-    ] = ["http"]
-    bucket: Annotated[str, AfterValidator(_bucket_url)] = ""
-    max_staleness: Annotated[int, Field(ge=0, le=1_000_000)] = 2
-    link_mbps: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
-    anchor_every: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    listen: Annotated[str, AfterValidator(_listen)] = "127.0.0.1:0"
-
-
-class _Role(_Section):
-    backend: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_known_backends)]
-    gpu: Annotated[str, AfterValidator(_gpu_token)]
-    run: _Text
-    kind: Literal["trainer", "rollout", "task"] | None = None
-    setup: _Text | None = None
-    workdir: Annotated[str, AfterValidator(_existing_dir)] | None = None
-    exclude: Annotated[list[_Text], BeforeValidator(_listed)] = []
-    env: Annotated[
-        dict[str, Annotated[str, BeforeValidator(_env_item)]], AfterValidator(_environment)
-    ] = {}
-    count: _Count = 1
-    disk_gb: Annotated[int, Field(ge=1, le=1_000_000)] = 20
-    spot: bool = False
-    image: str = ""
-    max_dph: _Positive | None = None
-    min_reliability: Annotated[float, Field(ge=0, le=1)] = 0.97
-    min_inet_mbps: Annotated[int, Field(ge=0, le=1_000_000)] = 500
-    restart: Literal["never", "on-failure", "always"] | None = None
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
-    reach: Literal["auto", "direct", "tunnel", "objectstore"] = "auto"
-    install_paceline: bool = True
-    boot_timeout: _Duration = 1200.0
-    setup_timeout: _Duration = 1800.0
-
-
-class _Artifacts(_Section):
-    pull: Annotated[list[str], BeforeValidator(_listed), AfterValidator(_inside)] = []
-    every: _Duration | None = None
-    keep: _Count = 4
-    to: Annotated[_Text, AfterValidator(_store_address)] | None = None
-
-
-_SectionT = TypeVar("_SectionT", bound=_Section)
+_SectionT = TypeVar("_SectionT", bound=sections.Section)
 
 
 class _Checker:
@@ -324,15 +110,16 @@ class _Checker:
 
     def job(self) -> JobSpec | None:
         """Return the job, or None when a section is wrong."""
-        top = self._section(_Top, (), self._tree.value) or self._what_is_there()
+        top = self._section(sections.Top, (), self._tree.value) or self._what_is_there()
         self._name((), top.name, "name")
-        budget = self._optional(_Budget, "budget", top.budget)
-        refit = self._optional(_Refit, "refit", top.refit)
-        artifacts = self._optional(_Artifacts, "artifacts", top.artifacts)
-        notify = self._optional(_Notify, "notify", top.notify)
-        dead_man = self._optional(_DeadMan, "dead_man", top.dead_man)
+        budget = self._optional(sections.Budget, "budget", top.budget)
+        refit = self._optional(sections.Refit, "refit", top.refit)
+        artifacts = self._optional(sections.Artifacts, "artifacts", top.artifacts)
+        notify = self._optional(sections.Notify, "notify", top.notify)
+        dead_man = self._optional(sections.DeadMan, "dead_man", top.dead_man)
         found = {
-            name: self._section(_Role, ("roles", name), value) for name, value in top.roles.items()
+            name: self._section(sections.Role, ("roles", name), value)
+            for name, value in top.roles.items()
         }
         roles = {name: role for name, role in found.items() if role is not None}
         kinds = _kinds(roles)
@@ -358,17 +145,21 @@ class _Checker:
             dead_man=DeadManSpec(after_s=dead_man.after) if dead_man else DeadManSpec(),
         )
 
-    def _what_is_there(self) -> _Top:
+    def _what_is_there(self) -> sections.Top:
         """Return the sections of a file that is wrong at the top, so that they are checked too."""
         given = self._tree.value if isinstance(self._tree.value, dict) else {}
         roles, name = given.get("roles"), given.get("name")
-        return _Top(
+        return sections.Top(
             name=name if isinstance(name, str) else "unnamed",
             roles=roles if isinstance(roles, dict) else {},
-            **{key: given.get(key) for key in _Top.model_fields if key not in {"name", "roles"}},
+            **{
+                key: given.get(key)
+                for key in sections.Top.model_fields
+                if key not in {"name", "roles"}
+            },
         )
 
-    def _check_canonical(self, refit: _Refit) -> None:
+    def _check_canonical(self, refit: sections.Refit) -> None:
         if refit.transports != ["objectstore"] or not refit.bucket.startswith("s3://"):
             problem = "canonical is read from S3: transports: [objectstore], bucket: s3://..."
             self._say(("refit", "format"), problem)
@@ -376,18 +167,19 @@ class _Checker:
             problem = "canonical needs payload: XOR_DELTA and staging: COPY_TO_HOST"
             self._say(("refit", "format"), problem)
 
-    def _check_checkpoint(self, refit: _Refit) -> None:
+    def _check_checkpoint(self, refit: sections.Refit) -> None:
         if "objectstore" not in refit.transports:
             problem = "FULL_HF_CHECKPOINT needs objectstore among refit.transports"
             self._say(("refit", "payload"), problem)
 
     def _check_roles(
-        self, top: _Top, roles: Mapping[str, _Role], kinds: Mapping[str, RoleKind]
+        self, top: sections.Top, roles: Mapping[str, sections.Role], kinds: Mapping[str, RoleKind]
     ) -> None:
         if not top.roles and not self._problems:
             self._say(("roles",), "name at least one role")
         for name, role in roles.items():
             self._name(("roles", name), name, "role name")
+            self._check_gpu(name, role)
             paid = [backend for backend in role.backend if backend not in FREE_BACKENDS]
             if paid and top.budget is None:
                 self._say(
@@ -409,6 +201,17 @@ class _Checker:
             self._say(
                 ("refit",), "needs a trainer: call one role trainer, or give it kind: trainer"
             )
+
+    def _check_gpu(self, name: str, role: sections.Role) -> None:
+        """Refuse what none of the role's backends sells; ones that name GPUs themselves may."""
+        refusals: list[str] = []
+        for backend in role.backend:
+            try:
+                if backend not in SELLERS or boards_sold(parse_target(role.gpu), backend):
+                    return
+            except UsageError as exc:
+                refusals.append(str(exc))
+        self._say(("roles", name, "gpu"), "; ".join(dict.fromkeys(refusals)))
 
     def _optional(self, model: type[_SectionT], key: str, value: object) -> _SectionT | None:
         return None if value is None else self._section(model, (key,), value)
@@ -437,12 +240,12 @@ class _Checker:
         self._problems.append(Problem(line=line, path=".".join(path), message=message))
 
 
-def _explain(error: Mapping[str, Any], model: type[_Section]) -> str:
+def _explain(error: Mapping[str, Any], model: type[sections.Section]) -> str:
     """Say what would be right; values under ``env`` may be secret and are never shown."""
     kind, loc, given = error["type"], error["loc"], error.get("input")
     context = error.get("ctx") or {}
     if kind == "extra_forbidden":
-        return f"unknown key; {_nearest(str(loc[-1]), model.model_fields)}"
+        return f"unknown key; {sections.nearest(str(loc[-1]), model.model_fields)}"
     if kind == "missing":
         return "this key is required"
     if kind == "value_error":
@@ -460,17 +263,11 @@ def _explain(error: Mapping[str, Any], model: type[_Section]) -> str:
     return wanted if "env" in loc else f"{wanted}, got {shown(given)}"
 
 
-def _nearest(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    listed = ", ".join(sorted(known))
-    return f"did you mean {near[0]!r}? known: {listed}" if near else f"known: {listed}"
-
-
-def _keys(model: type[_Section]) -> str:
+def _keys(model: type[sections.Section]) -> str:
     return ", ".join(model.model_fields)
 
 
-def _kinds(roles: Mapping[str, _Role]) -> dict[str, RoleKind]:
+def _kinds(roles: Mapping[str, sections.Role]) -> dict[str, RoleKind]:
     """Say what each role is: the name ``trainer`` decides where ``kind`` is not given."""
     given = {
         name: role.kind or ("trainer" if name == "trainer" else None)
@@ -480,7 +277,7 @@ def _kinds(roles: Mapping[str, _Role]) -> dict[str, RoleKind]:
     return {name: RoleKind(kind or other) for name, kind in given.items()}
 
 
-def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
+def _role(name: str, role: sections.Role, kind: RoleKind) -> RoleSpec:
     usual = RestartMode.ON_FAILURE if kind is RoleKind.ROLLOUT else RestartMode.NEVER
     restart = usual if role.restart is None else RestartMode(role.restart)
     restarts = 0 if restart is RestartMode.NEVER else ROLLOUT_RESTARTS
@@ -511,19 +308,19 @@ def _role(name: str, role: _Role, kind: RoleKind) -> RoleSpec:
     )
 
 
-def _budget(budget: _Budget | None) -> Budget | None:
+def _budget(budget: sections.Budget | None) -> Budget | None:
     if budget is None:
         return None
     hard = budget.soft_usd * HARD_OVER_SOFT if budget.hard_usd is None else budget.hard_usd
     return Budget(soft_usd=budget.soft_usd, hard_usd=hard, grace_s=budget.grace)
 
 
-def _refit(refit: _Refit) -> RefitSpec:
+def _refit(refit: sections.Refit) -> RefitSpec:
     fields = refit.model_dump()
     return RefitSpec(**{**fields, "transports": tuple(refit.transports)})
 
 
-def _artifacts(artifacts: _Artifacts) -> ArtifactSpec:
+def _artifacts(artifacts: sections.Artifacts) -> ArtifactSpec:
     return ArtifactSpec(
         pull=tuple(artifacts.pull),
         every_s=artifacts.every,

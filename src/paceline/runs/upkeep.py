@@ -16,6 +16,7 @@ from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.errors import MissingExtraError, PacelineError, PreflightError, UsageError
+from paceline.core.text import told_by
 from paceline.core.waiting import wait_until
 from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
 from paceline.rental.drivers.ending import Proof
@@ -199,6 +200,10 @@ def close_ended(keeping: Keeping) -> None:
             _remove_secrets(run_dir)
 
 
+OF_THIS_COMPUTER = frozenset({"local", "local-docker"})
+"""Backends of which nothing is left to say where they do not run and nothing is on record there."""
+
+
 def _remove_secrets(run_dir: Path) -> None:
     """Remove a killed driver's tokens, also those that were on their way, and its last words."""
     for folder in (*run_dir.glob(f"{KIT_PREFIX}*"), *run_dir.glob(CONTROL_SECRETS)):
@@ -213,6 +218,7 @@ def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list
         backend = keeping.backend_of(name)
         return backend.list_instances() if isinstance(backend, SupportsListing) else None
 
+    on_record = {machine.backend for machine in keeping.rental.machines()}
     found: list[InstanceHandle] = []
     for answer in ask_all(names, ask, clock=keeping.clock, timeout_s=LIST_TIMEOUT_S):
         name, failure = answer.backend, answer.failure
@@ -220,8 +226,9 @@ def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list
             problems.append(f"{name} cannot list machines: only what is on record is known")
         elif isinstance(failure, PacelineError | TimeoutError):
             # without a key nothing can be rented; what is on record is asked about all the same
-            if not isinstance(failure, MissingKeyError | MissingExtraError):
-                problems.append(f"{name} was not asked: {failure}")
+            is_idle = name in OF_THIS_COMPUTER and name not in on_record
+            if not is_idle and not isinstance(failure, MissingKeyError | MissingExtraError):
+                problems.append(f"not asked: {told_by(name, str(failure))}")
         elif failure is not None:
             raise failure
         found += answer.value or []

@@ -54,7 +54,10 @@ class Plans:
 
 def _kind(request: RentRequest) -> RentRequest:
     """Return what a request has in common with those of the same kind of machine."""
-    return replace(request, run_id="", role="", index=0, hard_usd=None, retry_for_s=None)
+    ports = (0,) * len(request.ports)  # how many there are decides which host fits
+    return replace(
+        request, run_id="", role="", index=0, hard_usd=None, retry_for_s=None, ports=ports
+    )
 
 
 class Searcher:

@@ -205,6 +205,7 @@ class FakeCloud(ABC):
 
     name: ClassVar[str]
     faults_known: ClassVar[Mapping[str, str]] = COMMON_FAULTS
+    end_s_default: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -220,6 +221,8 @@ class FakeCloud(ABC):
         self.key = key
         """Change it and the old one is refused from then on."""
         self.boot_s = boot_s
+        self.end_s = self.end_s_default
+        """How long a machine that was told to end takes for it."""
         self.listing_lag_s = 20.0
         """How late a listing is when it is late."""
         self.balance_usd = 100.0

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from paceline.testing.fakes.cloud import COMMON_FAULTS, FakeCloud, Rental, Reply, Request
 
-_TERMINATING_S = 20.0
 _LINGERS_S = 60.0
 """For so long a row of a terminated machine stays in the list."""
 _UNTERMINABLE_S = 3.0
@@ -48,6 +47,7 @@ class FakeLambda(FakeCloud):
     """The parts of Lambda's API that renting needs, below ``/api/v1``."""
 
     name: ClassVar[str] = "lambda"
+    end_s_default: ClassVar[float] = 20.0
     faults_known: ClassVar[Mapping[str, str]] = {**COMMON_FAULTS, **_FAULTS}
 
     def __init__(self, **options: object) -> None:
@@ -84,7 +84,7 @@ class FakeLambda(FakeCloud):
         """Let machines that were told to go be gone after a while."""
         for rental in self.rentals.values():
             told_s = rental.facts.get("told_s")
-            is_due = isinstance(told_s, float) and self.now_s() >= told_s + _TERMINATING_S
+            is_due = isinstance(told_s, float) and self.now_s() >= told_s + self.end_s
             if is_due and rental.ended_at is None:
                 self.close_rental(rental)
 

@@ -22,7 +22,6 @@ from paceline.testing.fakes.cloud import COMMON_FAULTS, FakeCloud, Rental, Reply
 TENANT_ID = "tenant-e00fake"
 PROJECT_ID = "project-e00fake"
 _REGION = "eu-north1"
-_DELETING_S = 8.0
 _DRIP_S = 3600.0
 _USD_PER_GIB = 0.071 / 720
 # platform, GB per GPU, $/h of one GPU, presets
@@ -50,6 +49,7 @@ class FakeNebius(FakeCloud):
     """The parts of Nebius's API that renting needs."""
 
     name: ClassVar[str] = "nebius"
+    end_s_default: ClassVar[float] = 8.0
     faults_known: ClassVar[Mapping[str, str]] = {**COMMON_FAULTS, **_FAULTS}
 
     def __init__(self, **options: object) -> None:
@@ -87,7 +87,7 @@ class FakeNebius(FakeCloud):
         """Let machines that are being deleted be gone after a while, with their disks."""
         for rental in self.rentals.values():
             told_s = rental.facts.get("told_s")
-            is_due = isinstance(told_s, float) and self.now_s() >= told_s + _DELETING_S
+            is_due = isinstance(told_s, float) and self.now_s() >= told_s + self.end_s
             if is_due and rental.ended_at is None:
                 self.close_rental(rental)
                 if self.faults.strikes("disk-stays"):

@@ -87,6 +87,7 @@ class LambdaBackend:
             timeout_s=timeout_s,
             what=what,
             probe=lambda status: self._reach.probe(h, status),
+            first_look_s=waiting.newborn_s(h.created_at, clock=self._clock),
         )
 
     def sync_to(
@@ -152,7 +153,7 @@ class LambdaBackend:
         was_there = waiting.wait_gone(
             lambda: self.status(h),
             destroy=destroy,
-            looks_first=True,
+            looks_between=True,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"lambda machine {h.instance_id}",

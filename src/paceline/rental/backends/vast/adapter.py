@@ -122,6 +122,7 @@ class VastBackend:
             timeout_s=timeout_s,
             what=what,
             probe=lambda status: self._reach.probe(h, status),
+            first_look_s=waiting.newborn_s(h.created_at, clock=self._clock),
         )
 
     def sync_to(

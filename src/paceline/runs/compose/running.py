@@ -1,26 +1,22 @@
-"""The composition root of a run: picks store, clock, control service and backends, by name."""
+"""One run from its record to its report: what it is driven with, and amid what."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from paceline import system
-from paceline.core.clock import Clock
 from paceline.core.errors import ExitStatus, PacelineError, PreflightError, UsageError
-from paceline.rental import BackendAdapter, SupportsAccess, backend_names, load_backend
-from paceline.rental.compose import open_tunnel, tail_of
-from paceline.rental.drivers.accepting import GpuAcceptance
+from paceline.rental import backend_names
+from paceline.rental.compose import open_tunnel
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.records import Machine, is_name
 from paceline.rental.remote.job import pass_through
 from paceline.rental.remote.keys import ensure_key_pair
-from paceline.rental.remote.protocol import Access
-from paceline.rental.remote.tail import Sink, Tail
 from paceline.runs.adopt import (
     JobSource,
     ending_of,
@@ -30,13 +26,13 @@ from paceline.runs.adopt import (
     take_over,
 )
 from paceline.runs.beacon import Beacon
-from paceline.runs.bootstrap import Guest, role_env
-from paceline.runs.care import JOURNAL, care_for
+from paceline.runs.bootstrap import role_env
+from paceline.runs.care import JOURNAL, Care, care_for
+from paceline.runs.compose.services import Services, give_name, log_of, with_notices
 from paceline.runs.deadman import Heart
 from paceline.runs.fleet import Fleet, FleetParts, no_link
 from paceline.runs.hosting import Control, control_for
-from paceline.runs.journal import Journal
-from paceline.runs.ledger import RunLedger, RunRecord
+from paceline.runs.ledger import RunRecord
 from paceline.runs.links import LinkParts, Links
 from paceline.runs.live import LIVE_NAME
 from paceline.runs.model import JobSpec, Slot, slots_of
@@ -48,96 +44,12 @@ from paceline.runs.plan import Finish
 from paceline.runs.reach import exposed
 from paceline.runs.run import RunDriver
 from paceline.runs.shortcuts import Shortcuts
-from paceline.runs.sshconfig import SshConfig
 from paceline.runs.wheel import WHEEL_DIR, build_wheel
-from paceline.store.protocol import Store, StoreError
-from paceline.store.sqlite import SqliteStore
+from paceline.store.protocol import StoreError
 
 KEYLESS_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Whose machines let us in without the operator's key for rented ones."""
-NET_URL = "PACELINE_NET_PROBE_URL"
-"""What a fresh machine downloads from to show its speed; without it speed is not looked at."""
 TUNNEL_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What every verb works with; give it back with ``close``."""
-
-    clock: Clock
-    state_dir: Path
-    store: Store
-    ledger: RunLedger
-    rental: Orchestrator
-    backend: Callable[[str], BackendAdapter]
-
-    def backend_of(self, name: str) -> BackendAdapter:
-        """Return a backend by name, one object per process."""
-        return self.backend(name)
-
-    @property
-    def ssh_pubkey_path(self) -> Path:
-        """Where the operator's public key for rented machines is."""
-        return self.state_dir / "ssh" / "id_ed25519.pub"
-
-    def run_dir(self, run_id: str) -> Path:
-        """Return where a run keeps its lock, its secrets and its control service's records."""
-        return self.state_dir / "runs" / run_id
-
-
-@contextmanager
-def open_services() -> Iterator[Services]:
-    """Open the operator's state. Raises PreflightError when it cannot be used."""
-    state_dir = system.state_dir()
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as exc:
-        raise PreflightError(
-            f"cannot use state directory {state_dir}: {exc.strerror}; "
-            "name another one with PACELINE_STATE_DIR"
-        ) from exc
-    clock = system.system_clock()
-    store = SqliteStore(state_dir / "paceline.sqlite", clock=clock)
-    backend = cache(lambda name: load_backend(name)())
-    try:
-        rental = _orchestrator(store, backend, clock, partial(_forget_name, state_dir))
-        yield Services(
-            clock=clock,
-            state_dir=state_dir,
-            store=store,
-            ledger=RunLedger(store),
-            rental=rental,
-            backend=backend,
-        )
-    finally:
-        store.close()
-
-
-def ssh_config(services: Services) -> SshConfig:
-    """Return the names by which plain ssh finds machines."""
-    return _names_in(services.state_dir)
-
-
-def _names_in(state_dir: Path) -> SshConfig:
-    user_file = Path(system.environ().get("HOME") or Path.home()) / ".ssh" / "config"
-    return SshConfig(state_dir.resolve() / "ssh" / "hosts", user_file=user_file)
-
-
-def _give_name(services: Services, note: Callable[[str], None], machine: Machine) -> None:
-    """Let plain ssh find a machine; a run does not depend on that."""
-    backend = services.backend_of(machine.backend)
-    if isinstance(backend, SupportsAccess):
-        try:
-            ssh_config(services).add(machine, backend.access(machine.handle))
-        except PacelineError as exc:
-            note(f"{machine.label} has no name for plain ssh: {exc}")
-
-
-def _forget_name(state_dir: Path, name: str, fields: Mapping[str, object]) -> None:
-    """Take a machine's name out of ssh's configuration once the machine is gone."""
-    if name == "machine.destroyed":
-        with suppress(OSError):  # the next `paceline ssh-config` drops what is left
-            _names_in(state_dir).drop(str(fields["label"]))
 
 
 def read_job(path: Path) -> tuple[JobSpec, JobSource]:
@@ -158,11 +70,6 @@ def job_of_command(
     text = text_of_command(role, budget_usd=budget_usd)
     source = JobSource(name="command line", base=Path.cwd(), text=text)
     return source.parse(backends=backend_names()), source
-
-
-def now_s() -> float:
-    """Return Unix seconds."""
-    return system.system_clock().time()
 
 
 def new_run_id(name: str) -> str:
@@ -320,6 +227,7 @@ def _links_for(
             backend=services.backend,
             word=beacon.word,
             has_http=has_http,
+            note=watcher.note,
         )
         links = Links(
             LinkParts(
@@ -382,55 +290,19 @@ def _recorded(services: Services, ended: RunRecord, result: RunResult) -> RunRes
 
 
 def _drive(services: Services, order: Order, around: _Around) -> RunResult:
-    control, links, watcher, out = around.control, around.links, around.watcher, around.out
-    job, run_id = order.job, order.run_id
-    roles = slots_of(job)
-
-    def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
-        address = None if control.address is None else str(control.address)
-        ours = role_env(job, roles[slot], slot, run_id=run_id, control=address)
-        # Machines of one provider are near each other, until somebody knows better.
-        ours = {"PACELINE_REGION": backend, **ours}
-        return ours if links is None else ours | links.env(slot)
-
+    control, job, run_id = around.control, order.job, order.run_id
     with care_for(
         job,
         run_id,
-        out=out,
+        out=around.out,
         clock=services.clock,
         redact=control.redact,
         environ=system.environ(),
         is_adopted=bool(around.part.adopted),
     ) as care:
-        journal, puller = care.journal, care.puller
-        rental = _with_notices(services, journal)
-        passer = LogPasser(
-            tail_of=partial(log_of, services, sink=partial(pass_through, 1)), note=watcher.note
-        )
-        fleet = Fleet(
-            FleetParts(
-                job=job,
-                run_id=run_id,
-                rental=rental,
-                backend=services.backend,
-                env_of=env_of,
-                secrets_of=control.secrets_of,
-                ssh_pubkey_path=services.ssh_pubkey_path,
-                scratch=services.run_dir(run_id),
-                clock=services.clock,
-                nonce=system.new_nonce,
-                wheel_for=_wheel_maker(services, order),
-                rented=partial(_give_name, services, watcher.note),
-                link=no_link if links is None else links.join,
-                adopted=around.part.adopted,
-                passing=passer.passing if order.stream else no_passing,
-                arm=care.arm,
-                prepare=puller.prepare,
-                retry_for_s=order.retry_for_s,
-                ports=_exposed(job, control),
-            )
-        )
-        puller.use(fleet)
+        rental = with_notices(services, care.journal)
+        fleet = Fleet(_fleet_parts(services, order, around, care=care, rental=rental))
+        care.puller.use(fleet)
         after_s = job.dead_man.after_s
         heart = Heart(fleet, clock=services.clock, word=system.new_nonce, after_s=after_s)
         started = datetime.fromtimestamp(services.clock.time(), tz=UTC)
@@ -438,23 +310,64 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
             RunParts(
                 job=job,
                 run_id=run_id,
-                out=out,
+                out=around.out,
                 clock=services.clock,
                 rental=rental,
                 fleet=fleet,
                 control=control.plane,
-                watcher=watcher,
-                journal=journal,
+                watcher=around.watcher,
+                journal=care.journal,
                 started_at=started.isoformat(timespec="seconds").replace("+00:00", "Z"),
                 redact=control.redact,
                 ending=around.part.ending,
                 chance=system.chance,
-                puller=puller,
+                puller=care.puller,
                 beats=heart,
                 ticking=rental,
                 live=services.run_dir(run_id) / LIVE_NAME,
             )
         ).execute()
+
+
+def _fleet_parts(
+    services: Services, order: Order, around: _Around, *, care: Care, rental: Orchestrator
+) -> FleetParts:
+    control, links, note = around.control, around.links, around.watcher.note
+    passer = LogPasser(tail_of=partial(log_of, services, sink=partial(pass_through, 1)), note=note)
+    return FleetParts(
+        job=order.job,
+        run_id=order.run_id,
+        rental=rental,
+        backend=services.backend,
+        env_of=_env_maker(order, around),
+        secrets_of=control.secrets_of,
+        ssh_pubkey_path=services.ssh_pubkey_path,
+        scratch=services.run_dir(order.run_id),
+        clock=services.clock,
+        nonce=system.new_nonce,
+        wheel_for=_wheel_maker(services, order),
+        rented=partial(give_name, services, note),
+        link=no_link if links is None else links.join,
+        adopted=around.part.adopted,
+        passing=passer.passing if order.stream else no_passing,
+        arm=care.arm,
+        prepare=care.puller.prepare,
+        retry_for_s=order.retry_for_s,
+        ports=_exposed(order.job, control),
+    )
+
+
+def _env_maker(order: Order, around: _Around) -> Callable[[Slot, str], Mapping[str, str]]:
+    roles, links = slots_of(order.job), around.links
+    address = None if around.control.address is None else str(around.control.address)
+
+    def env_of(slot: Slot, backend: str) -> Mapping[str, str]:
+        ours = role_env(order.job, roles[slot], slot, run_id=order.run_id, control=address)
+        # Machines of one provider are near each other, until somebody knows better.
+        ours = {"PACELINE_REGION": backend, **ours}
+        return ours if links is None else ours | links.env(slot)
+
+    return env_of
 
 
 def _wheel_maker(services: Services, order: Order) -> Callable[[Slot, Machine], Path | None]:
@@ -469,62 +382,6 @@ def _wheel_maker(services: Services, order: Order) -> Callable[[Slot, Machine], 
             return build_wheel(services.run_dir(order.run_id) / WHEEL_DIR)
 
     return wheel_for
-
-
-def log_of(
-    services: Services, machine: Machine, guest: Guest, *, sink: Sink, follow: bool = True
-) -> Tail:
-    """Return a reader of a role's log that ends with the role, or at the log's present end.
-
-    Raises:
-        UsageError: the backend does not say how its machines are reached.
-    """
-    return tail_of(
-        access_of(services, machine),
-        guest.log,
-        until=guest.path("state", str(guest.slot), "ended"),
-        sink=sink,
-    )
-
-
-def access_of(services: Services, machine: Machine) -> Access:
-    """Return how a machine is reached. Raises UsageError where its backend does not say."""
-    backend = services.backend_of(machine.backend)
-    if not isinstance(backend, SupportsAccess):
-        raise UsageError(
-            f"backend {machine.backend} does not say how its machines are reached; "
-            "its adapter has to sign SupportsAccess"
-        )
-    return backend.access(machine.handle)
-
-
-def _with_notices(services: Services, journal: Journal) -> Orchestrator:
-    def notify(name: str, fields: Mapping[str, object]) -> None:
-        journal.record(name, fields)
-        _forget_name(services.state_dir, name, fields)
-
-    return services.rental.telling(notify)
-
-
-def _orchestrator(
-    store: Store,
-    backend: Callable[[str], BackendAdapter],
-    clock: Clock,
-    notify: Callable[[str, dict[str, object]], None],
-) -> Orchestrator:
-    """Return one that looks at every machine with GPUs before it is used."""
-    try:
-        accept = GpuAcceptance(clock=clock, net_url=system.environ().get(NET_URL, ""))
-    except ValueError as exc:
-        raise UsageError(f"{NET_URL}: {exc}; give an http address of some megabytes") from exc
-    return Orchestrator(
-        store=store,
-        backend=backend,
-        clock=clock,
-        nonce=system.new_nonce,
-        notify=notify,
-        accept=accept,
-    )
 
 
 def _made(out: Path) -> Path:
