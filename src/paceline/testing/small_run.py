@@ -30,15 +30,17 @@ def state_of(model: torch.nn.Module) -> dict[str, TensorBuffer]:
 class SmallRun:
     """Publishes states of one transformers model, one after another."""
 
-    def __init__(self, folder: Path, model: Any, *, model_dir: Path) -> None:
+    def __init__(self, folder: Path, model: Any, *, model_dir: Path, draft: Any = None) -> None:
         """Start the services.
 
         Args:
             folder: for tokens and credentials.
             model: whose parameters are published; belongs to the caller.
             model_dir: its configuration and tokenizer.
+            draft: a model that is published with it, as its draft.
         """
         self.model = model
+        self._models = {"": model} if draft is None else {"": model, "draft.": draft}
         self._folder = folder
         self._parts = ExitStack()
         tokens = compose.create_token_file(folder / "tokens.json")
@@ -56,7 +58,11 @@ class SmallRun:
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
         server = server_class(token=lambda: DATA_TOKEN)
         self._parts.callback(server.close)
-        aliases = tuple(sorted(view_live_tensors(model).aliases.items()))
+        aliases = sorted(
+            (prefix + further, prefix + name)
+            for prefix, each in self._models.items()
+            for further, name in view_live_tensors(each).aliases.items()
+        )
         self.trainer = FakeTrainer(self.control, server, aliases=aliases, chunk_bytes=None)
         self.config = compose.EngineServiceConfig(
             engine=EngineConfig(model_dir=model_dir),
@@ -109,10 +115,14 @@ class SmallRun:
         return self.trainer.publish_full(f"wrong{self.sequence}", self.sequence, wrong)
 
     def train(self, *, share: float, seed: int) -> None:
-        """Change a share of every parameter's elements."""
+        """Change a share of every parameter's elements, in the draft as in the model."""
+        for model in self._models.values():
+            self._train(model, share=share, seed=seed)
+
+    def _train(self, model: Any, *, share: float, seed: int) -> None:
         stream = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in model.parameters():
                 flat = parameter.view(-1)
                 count = max(1, int(len(flat) * share))
                 chosen = torch.randperm(len(flat), generator=stream)[:count]
@@ -127,4 +137,8 @@ class SmallRun:
     def _advance(self) -> None:
         self.sequence += 1
         self.uid = f"v{self.sequence}"
-        self.state = state_of(self.model)
+        self.state = {
+            prefix + name: replace(buffer, name=prefix + name)
+            for prefix, model in self._models.items()
+            for name, buffer in state_of(model).items()
+        }
