@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -105,6 +106,24 @@ class SmallRun:
         self._advance()
         return self.trainer.publish_delta(
             self.uid, self.sequence, base, self.state, base_uid=base_uid
+        )
+
+    def encode_delta(self) -> Callable[[], WeightVersion]:
+        """Encode the model as ``publish_delta`` does, and return what publishes it, in this order.
+
+        For whoever measures an engine: a trainer's work is another machine's.
+        """
+        base, base_uid = self.state, self.uid
+        self._advance()
+        manifest, data = self.trainer.encode_delta(base, self.state)
+        return partial(
+            self.trainer.publish,
+            self.uid,
+            self.sequence,
+            manifest,
+            data,
+            parent_root=manifest.base_root,
+            base_uid=base_uid,
         )
 
     def publish_wrong(self, spoil: Callable[[dict[str, TensorBuffer]], None]) -> WeightVersion:
