@@ -110,6 +110,7 @@ def test_server_does_not_outlive_its_starter(serve: Callable[..., Any], run: Sma
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "point",
     [
