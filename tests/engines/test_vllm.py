@@ -308,6 +308,16 @@ def step(follower: LlmFollower) -> tuple[EngineState, str]:
     return health.state, "" if health.installed is None else health.installed.version_id
 
 
+def await_step(follower: LlmFollower, wanted: tuple[EngineState, str]) -> None:
+    wait_until(
+        lambda: step(follower) == wanted,
+        what=f"{wanted}",
+        clock=system_clock(),
+        timeout_s=PATIENCE_S,
+        interval_s=0.05,
+    )
+
+
 def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None:
     """Pinned, this engine goes back over the full version; another's pin is nothing to it."""
     follower = LlmFollower(llm, replace(run.config, worker_id="a-0"))
@@ -324,13 +334,7 @@ def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None
     for target in ("v1", ""):
         run.control.set_pin(Pin(model_name="m", workers="a-*", version_id=target))
         wanted = target or run.uid
-        wait_until(
-            lambda wanted=wanted: step(follower) == (EngineState.READY, wanted),
-            what=wanted,
-            clock=system_clock(),
-            timeout_s=PATIENCE_S,
-            interval_s=0.05,
-        )
+        await_step(follower, (EngineState.READY, wanted))
         assert ask(llm) == answers[wanted]
     assert len(set(map(tuple, answers.values()))) == len(answers)
     follower.close()

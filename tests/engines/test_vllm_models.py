@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from engines.conftest import as_in_files
 from paceline.refit.compose.vllm_offline import LLM_ARGS, LlmFollower
 from paceline.testing.small_run import SmallRun
 from paceline.testing.tiny_model import tiny_model, write_tiny_moe, write_tiny_qwen3
@@ -27,7 +28,7 @@ OPTIONS = {
 }
 
 RANK = 8
-SIZES = {
+SIZES: dict[str, Any] = {
     "head_dim": 32,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -101,7 +102,8 @@ def accepted_share(llm: Any) -> float:
 @pytest.fixture
 def moe_run(tmp_path: Path) -> Iterator[SmallRun]:
     model_dir = write_tiny_moe(tmp_path / "moe", **MOE_SIZES)
-    with SmallRun(tmp_path, tiny_model(model_dir, seed=1), model_dir=model_dir) as run:
+    model = tiny_model(model_dir, seed=1)
+    with SmallRun(tmp_path, model, model_dir=model_dir, read=as_in_files) as run:
         yield run
 
 

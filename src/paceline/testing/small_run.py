@@ -14,8 +14,8 @@ from paceline.core.registry import load_entry
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
 from paceline.refit.generators.protocol import EngineConfig
-from paceline.refit.generators.transformers.tensors import view_live_tensors
 from paceline.refit.model import TensorBuffer, WeightVersion
+from paceline.refit.staging.torch_bytes import byte_view
 from paceline.refit.transports.registry import OBJECT_SERVERS
 from paceline.testing.fakes.trainer import FakeTrainer, State, root_of
 
@@ -23,15 +23,38 @@ DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 
 
 def state_of(model: torch.nn.Module) -> dict[str, TensorBuffer]:
-    """Copy a model's bytes, named as in files; a tied tensor appears once."""
-    views = view_live_tensors(model, names="checkpoint").buffers
-    return {name: replace(view, data=memoryview(bytes(view.data))) for name, view in views.items()}
+    """Copy a model's bytes; a tied tensor appears once."""
+    ties = _ties_of(model)
+    views = [
+        byte_view(name, tensor) for name, tensor in model.state_dict().items() if name not in ties
+    ]
+    return {view.name: replace(view, data=memoryview(bytes(view.data))) for view in views}
+
+
+def _ties_of(model: torch.nn.Module) -> dict[str, str]:
+    """Return further names of a tensor -> its first name in the state dict."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict().items():
+        first.setdefault(tensor.data_ptr(), name)
+    return {
+        name: first[tensor.data_ptr()]
+        for name, tensor in model.state_dict().items()
+        if first[tensor.data_ptr()] != name
+    }
 
 
 class SmallRun:
     """Publishes states of one transformers model, one after another."""
 
-    def __init__(self, folder: Path, model: Any, *, model_dir: Path, draft: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        *,
+        model_dir: Path,
+        draft: Any = None,
+        read: Callable[[Any], State] = state_of,
+    ) -> None:
         """Start the services.
 
         Args:
@@ -39,7 +62,9 @@ class SmallRun:
             model: whose parameters are published; belongs to the caller.
             model_dir: its configuration and tokenizer.
             draft: a model that is published with it, as its draft.
+            read: copies a model's tensors, under the names of versions.
         """
+        self._read = read
         self.model = model
         self._models = {"": model} if draft is None else {"": model, "draft.": draft}
         self._folder = folder
@@ -62,7 +87,7 @@ class SmallRun:
         aliases = sorted(
             (prefix + further, prefix + name)
             for prefix, each in self._models.items()
-            for further, name in view_live_tensors(each).aliases.items()
+            for further, name in _ties_of(each).items()
         )
         self.trainer = FakeTrainer(self.control, server, aliases=aliases, chunk_bytes=None)
         self.config = compose.EngineServiceConfig(
@@ -159,5 +184,5 @@ class SmallRun:
         self.state = {
             prefix + name: replace(buffer, name=prefix + name)
             for prefix, model in self._models.items()
-            for name, buffer in state_of(model).items()
+            for name, buffer in self._read(model).items()
         }
