@@ -24,7 +24,7 @@ LONG = 450
 """Tokens, enough for an update to fall between them."""
 ASKED_MAX = 20
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
