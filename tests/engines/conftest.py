@@ -5,6 +5,7 @@ Run by ``make engines`` in an environment of its own; elsewhere there is nothing
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ if HAS_VLLM:
         OMP_NUM_THREADS="1",
     )
     from paceline.refit.compose.vllm_offline import LLM_ARGS, LlmFollower
+    from paceline.refit.generators.transformers.tensors import view_live_tensors
+    from paceline.refit.model import TensorBuffer
     from paceline.testing.small_run import SmallRun
     from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
 
@@ -71,6 +74,12 @@ def follower(llm: Any, run: "SmallRun") -> Iterator["LlmFollower"]:
     follower = LlmFollower(llm, run.config)
     yield follower
     follower.close()
+
+
+def as_in_files(model: Any) -> "dict[str, TensorBuffer]":
+    """Copy a model's tensors as files name them, which have one for each expert."""
+    views = view_live_tensors(model, names="checkpoint").buffers
+    return {name: replace(view, data=memoryview(bytes(view.data))) for name, view in views.items()}
 
 
 def worker(llm: Any) -> Any:

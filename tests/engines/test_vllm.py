@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +308,16 @@ def step(follower: LlmFollower) -> tuple[EngineState, str]:
     return health.state, "" if health.installed is None else health.installed.version_id
 
 
+def await_step(follower: LlmFollower, wanted: tuple[EngineState, str]) -> None:
+    wait_until(
+        lambda: step(follower) == wanted,
+        what=f"{wanted}",
+        clock=system_clock(),
+        timeout_s=PATIENCE_S,
+        interval_s=0.05,
+    )
+
+
 def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None:
     """Pinned, this engine goes back over the full version; another's pin is nothing to it."""
     follower = LlmFollower(llm, replace(run.config, worker_id="a-0"))
@@ -325,13 +334,7 @@ def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None
     for target in ("v1", ""):
         run.control.set_pin(Pin(model_name="m", workers="a-*", version_id=target))
         wanted = target or run.uid
-        wait_until(
-            partial(lambda goal: step(follower) == (EngineState.READY, goal), wanted),
-            what=wanted,
-            clock=system_clock(),
-            timeout_s=PATIENCE_S,
-            interval_s=0.05,
-        )
+        await_step(follower, (EngineState.READY, wanted))
         assert ask(llm) == answers[wanted]
     assert len(set(map(tuple, answers.values()))) == len(answers)
     follower.close()

@@ -13,14 +13,13 @@ from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from engines.conftest import worker
+from engines.conftest import as_in_files, worker
 from paceline.refit.apply import FULL, stage_install
 from paceline.refit.generators.vllm import strategy
 from paceline.refit.generators.vllm.mirror import allocate, as_tensor, changes_of
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.model import TensorBuffer
 from paceline.testing.payloads import delta_payload, tensor_entry
-from paceline.testing.small_run import state_of
 from paceline.testing.tiny_model import tiny_model, write_tiny_moe
 
 
@@ -85,7 +84,7 @@ def test_changed_elements_alone_give_what_a_load_gives(
     vllm_config: Any, kind_dir: Path, adopts: bool
 ) -> None:
     """Fused, sharded, experts: elements written one by one equal a load of everything."""
-    before = state_of(tiny_model(kind_dir, seed=1))
+    before = as_in_files(tiny_model(kind_dir, seed=1))
     after = {
         name: with_changes(buffer, seed=at) for at, (name, buffer) in enumerate(before.items())
     }

@@ -24,7 +24,7 @@ LONG = 450
 """Tokens, enough for an update to fall between them."""
 ASKED_MAX = 20
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -110,6 +110,7 @@ def test_server_does_not_outlive_its_starter(serve: Callable[..., Any], run: Sma
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "point",
     [

@@ -201,6 +201,8 @@ class WorkersEngine:
         del timeout_s  # the driver has deadlines of its own
         began = self._clock.monotonic()
         self._epoch += 1
+        if installed is None:  # whatever becomes of the pause
+            self.label(None)
         try:
             self._driver.pause()
             write()

@@ -1,7 +1,6 @@
 """Threads that fetch and prove, out of the way of those that compute."""
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,18 +8,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-NICENESS = 10
-"""Of what steps aside: the model goes first. Not the idle class, whose threads would keep the
-interpreter's lock while they wait for a core."""
-
 
 def step_aside() -> None:
     """Move this thread, and those that it will start, out of the way of the model's.
 
     vLLM binds a worker on a CPU to the cores that it computes on, and threads inherit that. Others
-    may be used if whoever started this process may use them.
+    may be used if whoever started this process may use them. The priority stays: a thread of a
+    lower one would keep the interpreter's lock while it waits for a core, and the model for it.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     with suppress(OSError):  # the parent is gone, or another user's
         others = os.sched_getaffinity(os.getppid()) - os.sched_getaffinity(0)
         if others:

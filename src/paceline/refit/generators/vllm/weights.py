@@ -55,7 +55,10 @@ class WorkerWeights:
         entries = {entry.name: entry for entry in manifest.tensors}
         for prefix, part in self._parts.items():
             own = _own(entries, prefix)
-            part.bind([replace(entries[whole], name=name) for name, whole in own.items()])
+            try:
+                part.bind([replace(entries[whole], name=name) for name, whole in own.items()])
+            except VerifyError as exc:
+                raise VerifyError(f"the draft model: {exc}" if prefix else str(exc)) from exc
         self._buffers = {name: allocate(entry) for name, entry in entries.items()}
         self._aliases = dict(manifest.aliases)
 
