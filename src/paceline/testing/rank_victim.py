@@ -50,7 +50,7 @@ def _publish(publisher: Publisher, folder: Path, step: int, clock: Clock) -> Non
         interval_s=LOOK_S,
     )
     try:
-        published = publisher.publish(step=step)
+        published = publisher.publish(step=step).result()
         said = {"version": published.version_id, "format": published.payload_format.value}
     except PacelineError as exc:
         said = {"error": str(exc)}
