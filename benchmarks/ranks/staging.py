@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,16 +68,22 @@ def turn(folder: Path, name: str, rank: int, world: int) -> Iterator[None]:
     """
     (folder / f"{name}-ready-{rank}").touch()
     before = [folder / f"{name}-ready-{each}" for each in range(world)]
-    before += [folder / f"{name}-done-{each}" for each in range(rank)]
+    done = [folder / f"{name}-done-{each}" for each in range(world)]
+    sleep_until_all_exist([*before, *done[:rank]])
+    yield
+    done[rank].touch()
+    sleep_until_all_exist(done)
+
+
+def sleep_until_all_exist(paths: Sequence[Path]) -> None:
+    """Wait for files without keeping a core busy."""
     wait_until(
-        lambda: all(path.exists() for path in before),
-        what=f"the turn of rank {rank}",
+        lambda: all(path.exists() for path in paths),
+        what="the other ranks",
         clock=system_clock(),
         timeout_s=300,
         interval_s=0.01,
     )
-    yield
-    (folder / f"{name}-done-{rank}").touch()
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from paceline.refit.apply import check_live, write_install
 from paceline.refit.delta.codec import REFERENCE
 from paceline.refit.digest import root_digest, version_root
 from paceline.refit.errors import ApplyError, VerifyError
-from paceline.refit.generators.vllm.mirror import MemoryJournal
+from paceline.refit.generators.vllm.mirror import MemoryJournal, changes_of
 from paceline.refit.manifest.v1 import Manifest, Scheme
 from paceline.refit.model import Region, TensorBuffer
 from paceline.refit.parts import FetchedShard, stage_shards
@@ -235,3 +235,22 @@ def test_a_delta_of_another_cut_is_refused() -> None:
     with pytest.raises(VerifyError, match="cut otherwise"):
         stage_shards(delta, live=live, aliases={}, base=base)
     assert is_live(live, first)
+
+
+@pytest.mark.parametrize("cuts", sorted(CUTS))
+def test_a_mirror_is_told_which_elements_of_the_whole_change(cuts: str) -> None:
+    """Places are counted in the whole tensor; where a part is no stretch of it, all may change."""
+    first = state(1)
+    second = state(2, share=0.2, base=first)
+    live = buffers(first)
+    entries = stage_shards(shards(first, cuts), live=live, aliases={}, base=None).entries
+    base = {entry.key: entry for entry in entries}
+    delta = shards(second, cuts, base=first, scheme=Scheme.GAP)
+    found = changes_of(stage_shards(delta, live=live, aliases={}, base=base))
+    if cuts in {"rows", "flat"}:
+        places = found["w"]
+        assert places is not None
+        changed = np.flatnonzero(first["w"].ravel() != second["w"].ravel())
+        assert sorted(places.tolist()) == changed.tolist()
+    else:
+        assert found["w"] is None

@@ -9,13 +9,14 @@ import torch
 
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.digest import version_root
-from paceline.refit.errors import ControlError, PublishError
+from paceline.refit.errors import AccessRefusedError, ControlError, PublishError
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import (
     Region,
     VersionRequest,
     VersionState,
     WeightPayloadFormat,
+    WeightVersion,
     WorkerRegistration,
 )
 from paceline.refit.publisher import PublishedVersion, Publisher, PublisherOptions
@@ -54,7 +55,15 @@ class WatchedControl(ControlLedger):
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(MemoryStore(clock=clock), nonce=counting())
+        self.refuses = False
         self.meanwhile: list[Callable[[], None]] = []
+
+    def list_versions(
+        self, model_name: str, *, run_id: str | None = None
+    ) -> Sequence[WeightVersion]:
+        if self.refuses:
+            raise AccessRefusedError("this is not for you")
+        return super().list_versions(model_name, run_id=run_id)
 
     def list_workers(self, model_name: str) -> Sequence[WorkerRegistration]:
         if self.meanwhile:
@@ -104,7 +113,7 @@ class World:
         """Take a step and publish it."""
         half: Any = rank._trainer
         half.weights[0, step % 5] += 1
-        return rank.publish(step=step).result()
+        return rank.publish(step=step).result(60)
 
     def states(self) -> dict[str, VersionState]:
         return {version.uid: version.state for version in self.control.list_versions("m")}
@@ -146,7 +155,8 @@ def test_whoever_comes_first_makes_the_version(world: World) -> None:
         assert version.description.root_digest == version_root(roots) == one.root_digest
         before = rounds[step - 1][0].root_digest if step else None
         assert version.description.parent_root == before
-        assert version.description.full_bytes == ROWS * 5 * 4
+        assert version.description.full_bytes == one.full_bytes == ROWS * 5 * 4
+        assert one.payload_bytes == other.payload_bytes == version.description.payload_bytes
 
 
 def test_nobody_waits_for_the_dead(world: World) -> None:
@@ -231,3 +241,16 @@ def test_a_restarted_process_gives_up_what_it_had_filled(world: World) -> None:
     world.control.meanwhile.append(restart)
     with pytest.raises(PublishError, match="given up by another process"):
         world.publish(a, 0)
+
+
+def test_a_control_service_that_is_away_costs_no_memory(world: World) -> None:
+    """What was captured is given back if nobody can say which version it is to be."""
+    a, b = world.rank("a"), world.rank("b")
+    world.together(a, b, step=0)
+    world.control.refuses = True
+    for step in range(1, 8):
+        with pytest.raises(ControlError, match="not for you"):
+            world.publish(a, step)
+    world.control.refuses = False
+    for published in world.together(a, b, step=9):
+        assert published.sequence == 1

@@ -341,7 +341,11 @@ class Publisher:
     ) -> PublishedVersion:
         """Do what training does not stand for; in the line's thread."""
         wanted = self._options.wanted
-        needs_full = self._take_turn(publication) and wanted is WeightPayloadFormat.XOR_DELTA
+        try:
+            needs_full = self._take_turn(publication) and wanted is WeightPayloadFormat.XOR_DELTA
+        except BaseException:
+            self._capturer.give_back(captured)
+            raise
         full = WeightPayloadFormat.FULL_TENSOR
         staged = self._capturer.stage(captured, full if needs_full else wanted)
         uid, step = publication.version_id, publication.step
@@ -470,8 +474,9 @@ class Publisher:
         is_last = state is VersionState.READY
         if self._together is not None:
             self._together.wait_ready(version.uid)
-            found = self._persist(lambda: self._control.get_version(version.uid)).description
-            version.version_root = "" if found is None else found.root_digest
+            version.whole = self._persist(
+                lambda: self._control.get_version(version.uid)
+            ).description
         elif not is_last:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
         if is_last:

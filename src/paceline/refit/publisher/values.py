@@ -167,13 +167,13 @@ class OwnVersion:
     is_served: bool = False
     is_advertised: bool = False
     """Somebody may know of it: a shard was sent to the control service."""
-    version_root: str = ""
-    """Of all slots together; known when the version is READY."""
+    whole: VersionDescription | None = None
+    """Of all slots together, where there are several; known when the version is READY."""
 
     @property
     def root_digest(self) -> str:
         """Of the version, as engines report it."""
-        return self.version_root or self.description.root_digest
+        return (self.whole or self.description).root_digest
 
     def manifest(self, sign: Sign | None) -> WeightVersionShardManifest:
         """Return the manifest as it is served: with the run's signature, if there is a key."""
@@ -197,17 +197,17 @@ class OwnVersion:
 
 def published_version(version: OwnVersion, **more: Any) -> PublishedVersion:
     """Say what came of a version; ``more`` are the fields that it does not know itself."""
-    said, buffers = version.description, version.buffers
+    said, buffers = version.whole or version.description, version.buffers
     return PublishedVersion(
         version_id=version.uid,
         sequence=said.sequence,
         step=said.step,
-        root_digest=version.root_digest,
+        root_digest=said.root_digest,
         payload_format=buffers.manifest.payload_format,
-        payload_bytes=buffers.payload_bytes,
-        full_bytes=buffers.full_bytes,
-        changed_elements=buffers.changed_elements,
-        total_elements=buffers.total_elements,
+        payload_bytes=said.payload_bytes,
+        full_bytes=said.full_bytes,
+        changed_elements=said.changed_elements,
+        total_elements=said.total_elements,
         **more,
     )
 
