@@ -5,7 +5,7 @@ import random
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import platformdirs
@@ -82,6 +82,53 @@ def config_dir() -> Path:
     """Return where the operator writes settings: PACELINE_CONFIG_DIR or the platform's place."""
     given = environ().get("PACELINE_CONFIG_DIR")
     return Path(given) if given else Path(platformdirs.user_config_path("paceline"))
+
+
+def memory_available(root: Path = Path("/")) -> int:
+    """Return how many bytes this process may still take; 0 where the system does not say.
+
+    The least of what the machine has and what each control group that we are in leaves.
+    """
+    lines = _text_of(root / "proc/meminfo").splitlines()
+    found = [int(each.split()[1]) << 10 for each in lines if each.startswith("MemAvailable:")]
+    for line in _text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in _MEMORY_GROUPS:
+            folder, words = _MEMORY_GROUPS[controllers]
+            found += _left_in_groups(root / folder, Path(path).parts[1:], words)
+    return min(found, default=0)
+
+
+_MEMORY_GROUPS = {
+    "": ("sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+    "memory": (
+        "sys/fs/cgroup/memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ),
+}
+"""Controllers of a line -> where its groups are, and what files and counts are called there.
+
+Files that are cached count as used, and are given back when somebody asks for memory.
+"""
+
+
+def _left_in_groups(
+    folder: Path, names: tuple[str, ...], words: tuple[str, str, str]
+) -> Iterator[int]:
+    """Yield what the group leaves, and every group above it; inside a container some are hidden."""
+    for count in range(len(names) + 1):
+        place = folder.joinpath(*names[:count])
+        limit, used = (_text_of(place / word).strip() for word in words[:2])
+        if limit.isdigit() and used.isdigit():
+            counts = dict(line.split() for line in _text_of(place / "memory.stat").splitlines())
+            yield max(0, int(limit) - int(used) + int(counts.get(words[2], 0)))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def socket_dir() -> Path:

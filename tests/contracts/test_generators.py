@@ -21,17 +21,27 @@ from refit.generators.test_sglang import SIZE, write_checkpoint
 class TestTransformers(RolloutEngineContract):
     """A tiny Qwen3 with tied embeddings, in fp32 on the CPU."""
 
+    weights_held = "once"
+
     @pytest.fixture(autouse=True)
     def _model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.model_dir = write_tiny_qwen3(tmp_path_factory.mktemp("tiny"))
 
     def make(self) -> RolloutEngine:
-        config = EngineConfig(model_dir=Path(self.model_dir), dtype="float32")
+        config = EngineConfig(
+            model_dir=Path(self.model_dir), dtype="float32", weights=self.weights_held
+        )
         return TransformersEngine(config, clock=system_clock(), new_seed=lambda: 99)
 
     def weights(self) -> Mapping[str, bytes]:
         state = tiny_model(self.model_dir, seed=1, dtype=torch.float32).state_dict()
         return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+class TestTransformersTwice(TestTransformers):
+    """The same with its weights held twice."""
+
+    weights_held = "twice"
 
 
 class TestSglang(RolloutEngineContract):

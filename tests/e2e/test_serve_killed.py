@@ -21,12 +21,19 @@ pytestmark = pytest.mark.e2e
 TIMEOUT_S = 90.0
 PROMPT = [10, 11, 12]
 TOKENS = 12
-LATER = ("labelled", "fetched", "staged", "written", "proven")
+IN_WRITE = "update-in-write:30"
+"""In the middle of the second update: the first one writes 25 tensors of one chunk each."""
+LATER = ("leased", "fetched", "staged", "written", "labelled", "following", "proven")
 STAGES = (
-    "update-in-write",
-    *(pytest.param(f"update-{stage}:2", marks=pytest.mark.slow) for stage in LATER),
+    ("twice", IN_WRITE),
+    *(pytest.param("twice", f"update-{stage}:2", marks=pytest.mark.slow) for stage in LATER),
+    pytest.param("twice", "update-in-write:55", marks=pytest.mark.slow),  # of the set that follows
+    *(
+        pytest.param("once", stage, marks=pytest.mark.slow)
+        for stage in (IN_WRITE, "update-written:2", "update-proven:2")
+    ),
 )
-"""Of the second update: the first brings whole tensors, which are not written by steps."""
+"""All of the second update."""
 
 
 @pytest.fixture
@@ -37,15 +44,15 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 
 @pytest.fixture
-def serve(run: SmallRun) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def serve(run: SmallRun) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start the same worker, to die at a point or at none."""
     processes = []
 
-    def spawn(point: str) -> subprocess.Popen[bytes]:
+    def spawn(point: str, weights: str = "auto") -> subprocess.Popen[bytes]:
         how = ["paceline.testing.killed_at", point] if point else ["paceline"]
         command = [sys.executable, "-m", *how, "serve", "--model"]
         process = subprocess.Popen(
-            [*command, str(run.config.engine.model_dir), "--grace", "5"],
+            [*command, str(run.config.engine.model_dir), "--grace", "5", "--weights", weights],
             env={
                 "PYTHONPATH": ":".join(sys.path),
                 "PACELINE_CONTROL": run.config.control,
@@ -66,12 +73,12 @@ def serve(run: SmallRun) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
         process.wait(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("weights", "stage"), STAGES)
 def test_killed_in_an_update(
-    run: SmallRun, serve: Callable[[str], subprocess.Popen[bytes]], stage: str
+    run: SmallRun, serve: Callable[..., subprocess.Popen[bytes]], weights: str, stage: str
 ) -> None:
     """The record says the old version, with its own root; the next process serves the new one."""
-    dying = serve(stage)
+    dying = serve(stage, weights)
     run.publish_full()
     old = await_report(run, endpoint_but="")
     greedy = greedy_of(run)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from paceline.refit.kernels.registry import process_tools
+from paceline.refit.kernels.numba.compiled import compiled_add, compiled_put
+from paceline.refit.kernels.registry import process_tools, warm_loops
+from paceline.refit.model import DTYPE_BITS
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
@@ -35,3 +37,14 @@ def test_work_may_ask_for_work() -> None:
         return sum(tools.run(lambda inner: inner * item, range(20)))
 
     assert list(tools.run(outer, range(20))) == [190 * item for item in range(20)]
+
+
+def test_loops_are_warm_before_a_pause() -> None:
+    """Both loops that write are there for the width of every dtype, and asking again is free."""
+    for dtype in DTYPE_BITS:
+        warm_loops(dtype)
+    before = [each.cache_info().misses for each in (compiled_put, compiled_add)]
+    for width in (1, 2, 4, 8):
+        compiled_put(width)
+        compiled_add(width)
+    assert [each.cache_info().misses for each in (compiled_put, compiled_add)] == before

@@ -102,13 +102,8 @@ def test_a_canonical_job_publishes_into_its_bucket(tmp_path: Path) -> None:
             "canonical needs payload",
         ),
         ("payload: FULL_HF_CHECKPOINT", "FULL_HF_CHECKPOINT needs objectstore"),
-        (
-            (
-                "payload: FULL_HF_CHECKPOINT, staging: IN_PLACE, transports: objectstore, "
-                "bucket: 's3://b'"
-            ),
-            "FULL_HF_CHECKPOINT needs objectstore",
-        ),
+        ("staging: NOWHERE", "expected 'COPY_TO_HOST'"),
+        ("when_leased: wait", "expected 'block', 'drop' or 'skip'"),
         ("format: slime", "expected 'paceline' or 'canonical'"),
     ],
 )

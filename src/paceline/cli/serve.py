@@ -1,13 +1,14 @@
 """``paceline serve``: a rollout engine that follows its run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.stopping import stop_signals
-from paceline.core.errors import ExitStatus
+from paceline.core.errors import ExitStatus, UsageError
 from paceline.refit.errors import RefitError
 
 CRASH_LOOK_S = 0.5
@@ -109,6 +110,30 @@ CRASH_LOOK_S = 0.5
     help="How versions call tensors: as the trainer's state_dict does, or as files do.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(["auto", "once", "twice"]),
+    default="auto",
+    help="How often weights are held; twice, where memory allows it, makes updates pause nothing.",
+)
+@click.option(
+    "--quantised",
+    "quantised_rules",
+    multiple=True,
+    metavar="GLOB=SCHEME",
+    help="Tensors that the trainer quantises, and how: fp8-block or int8-channel.",
+)
+@click.option(
+    "--lora",
+    is_flag=True,
+    help="Read the weights from --model; versions are LoRAs of them.",
+)
+@click.option(
+    "--draft-model",
+    "draft_dir",
+    type=click.Path(path_type=Path),
+    help="Directory like --model of a draft model, which is part of every version.",
+)
+@click.option(
     "--engine-url",
     "url",
     envvar="PACELINE_ENGINE_URL",
@@ -146,10 +171,16 @@ def serve(**options: Any) -> int:
         "max_waiting",
         "reproducible",
         "names",
+        "weights",
+        "lora",
+        "draft_dir",
         "url",
         "key_file",
     )
-    engine = EngineConfig(**{name: options.pop(name) for name in engine_fields})
+    engine = EngineConfig(
+        **{name: options.pop(name) for name in engine_fields},
+        quantised=_rules(options.pop("quantised_rules")),
+    )
     allow_plaintext = options.pop("insecure_plaintext")
     config = compose.EngineServiceConfig(engine=engine, allow_plaintext=allow_plaintext, **options)
     with stop_signals() as stopping:
@@ -165,3 +196,11 @@ def serve(**options: Any) -> int:
         finally:
             service.stop()
     return int(ExitStatus.OK)
+
+
+def _rules(words: Sequence[str]) -> dict[str, str]:
+    pairs = [word.rpartition("=") for word in words]
+    for word, (glob, _, _) in zip(words, pairs, strict=True):
+        if not glob:
+            raise UsageError(f"--quantised {word!r} must be GLOB=SCHEME, as the trainer has it")
+    return {glob: scheme for glob, _, scheme in pairs}

@@ -48,6 +48,8 @@ class Checks:
     """False where the payload's hashes were checked while it was fetched into memory that nobody
     else writes: they are not computed twice."""
     tools: Tools = REFERENCE
+    lora: Lora | None = None
+    """What the live tensors are a LoRA of; None: they are a model's own."""
 
 
 FULL = Checks()
@@ -73,7 +75,7 @@ class StagedInstall:
         return tuple(write.name for write in self.writes)
 
 
-def stage_install(  # noqa: PLR0913 - what is here, and what came
+def stage_install(
     manifest: Manifest,
     objects: Mapping[str, memoryview],
     *,
@@ -81,7 +83,6 @@ def stage_install(  # noqa: PLR0913 - what is here, and what came
     aliases: Mapping[str, str],
     base: Mapping[str, TensorEntry] | None,
     checks: Checks = FULL,
-    lora: Lora | None = None,
 ) -> StagedInstall:
     """Prove a fetched version against its manifest and against what is live; write nothing.
 
@@ -94,12 +95,11 @@ def stage_install(  # noqa: PLR0913 - what is here, and what came
         aliases: further name -> canonical name of the live tensors.
         base: what the live tensors are known to be; only a full payload goes without.
         checks: how much of live memory is read, and what the work is done with.
-        lora: what the live tensors are a LoRA of; None: they are the model's own.
 
     Raises:
         VerifyError: anything does not agree; the message names it. ParseError is one.
     """
-    check_layout(manifest, live, aliases, lora=lora)
+    check_layout(manifest, live, aliases, lora=checks.lora)
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
         _check_base(manifest, live, base, checks)

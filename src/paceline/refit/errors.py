@@ -42,6 +42,10 @@ class FetchError(RefitError):
         self.wanted = wanted
 
 
+class NoRoomError(FetchError):
+    """There is no room here for what is fetched. No source is to blame, and none can help."""
+
+
 class TransferCancelledError(RefitError):
     """Whoever ordered a transfer ended it; nobody is to blame, and nothing was changed."""
 

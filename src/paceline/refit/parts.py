@@ -61,7 +61,7 @@ def stage_shards(
         VerifyError: a shard is not right, or they are not the live tensors, each element once.
     """
     manifests = [shard.manifest for shard in shards]
-    check_shards(manifests, live, aliases)
+    check_shards(manifests, live, aliases, lora=checks.lora)
     found = [_stage(shard, live, base, checks) for shard in shards]
     return StagedInstall(
         root_digest=version_root({each.source_slot_id: each.root_digest for each in manifests}),

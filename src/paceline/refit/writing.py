@@ -179,7 +179,7 @@ def undo(
     done: Sequence[Written], scattered: Sequence[Scatter], cause: BaseException, tools: Tools
 ) -> None:
     """Take back what was written, in reverse. Raises UncertainStateError if that fails too."""
-    flipped: dict[str, tuple[TensorWrite, int]] = {}
+    flipped: dict[int, tuple[TensorWrite, int]] = {}  # by identity: a tensor may come in parts
     try:
         for item in reversed(done):
             here = item.write.live[item.part]
@@ -188,8 +188,8 @@ def undo(
             elif item.old is not None:
                 here[:] = item.old
             else:
-                count = flipped.get(item.write.name, (item.write, 0))[1]
-                flipped[item.write.name] = (item.write, count + 1)
+                count = flipped.get(id(item.write), (item.write, 0))[1]
+                flipped[id(item.write)] = (item.write, count + 1)
         for write, count in flipped.values():
             for _, update in zip(range(count), updates_of(write, tools), strict=False):
                 write.live[update.part] = update.new

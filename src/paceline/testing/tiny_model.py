@@ -11,6 +11,10 @@ from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -54,25 +58,45 @@ def write_tiny_qwen3(directory: Path, *, tie_word_embeddings: bool = True, **siz
     return directory
 
 
-def write_tiny_moe(directory: Path) -> Path:
+MIXTURES: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, int]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, {"moe_intermediate_size": 16, "num_experts": 4, "head_dim": 8}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 8}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+}
+
+
+def write_tiny_moe(directory: Path, *, family: str = "qwen3_moe", **given: int) -> Path:
     """Write the same for a mixture of four experts, two of which see each token."""
     tokenizer = tiny_tokenizer()
-    config = Qwen3MoeConfig(
+    config_class, own = MIXTURES[family]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+    config = config_class(
+        architectures=[config_class.__name__.replace("Config", "ForCausalLM")],
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
         num_experts_per_tok=2,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **{**sizes, **own, **given},
     )
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -6,13 +6,14 @@ engine, and bytes that go through memory.
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.generators.protocol import EngineConfig, Generation, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
@@ -36,7 +37,7 @@ class Model:
         self.model_dir = model_dir
         self.module = tiny_model(model_dir, seed=seed)
         self._random = torch.Generator().manual_seed(seed)
-        self.aliases = tuple(sorted(view_live_tensors(self.module).aliases.items()))
+        self.aliases = tuple(sorted(view_named(self.module, names).aliases.items()))
 
     def step(self, *, share: float = 0.02) -> None:
         """Change a share of every parameter, loud enough for other tokens."""
@@ -53,7 +54,7 @@ class Model:
             name: TensorBuffer(
                 name=name, dtype=each.dtype, shape=each.shape, data=memoryview(bytes(each.data))
             )
-            for name, each in view_live_tensors(self.module, names=self._names).buffers.items()
+            for name, each in view_named(self.module, self._names).buffers.items()
         }
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -77,11 +78,11 @@ class Follower:
         *,
         policy: UpdatePolicy = UpdatePolicy.IMMEDIATE,
         reproducible: bool = True,
-        names: str = "memory",
+        **options: Any,
     ) -> None:
-        """Join the run; nothing is installed before ``receiver.step``."""
+        """Join the run, with options of EngineConfig; nothing is installed before ``step``."""
         clock = system_clock()
-        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible, names=names)
+        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible, **options)
         self.engine = TransformersEngine(config, clock=clock, new_seed=lambda: 7)
         self.gate = UpdateGate(self.engine, policy=policy, drain_s=30, clock=clock)
         self.receiver = Receiver(

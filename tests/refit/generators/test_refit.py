@@ -4,17 +4,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 
-from paceline.core.errors import UsageError
 from paceline.core.waiting import wait_until
 from paceline.refit.errors import ApplyError, EngineNotReadyError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState, Sampling
-from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.policy import UpdatePolicy
@@ -40,9 +40,9 @@ def run(model_dir: Path) -> MemoryRun:
     return MemoryRun(model_dir)
 
 
-@pytest.fixture
-def follower(run: MemoryRun) -> Iterator[Follower]:
-    made = Follower(run, "g-0")
+@pytest.fixture(params=["once", "twice"])
+def follower(run: MemoryRun, request: pytest.FixtureRequest) -> Iterator[Follower]:
+    made = Follower(run, "g-0", weights=request.param)
     yield made
     made.close()
 
@@ -59,11 +59,12 @@ def test_tokens_equal_a_fresh_engine(run: MemoryRun, follower: Follower) -> None
         run.model.step()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("names", ["memory", "checkpoint"])
-def test_a_mixture_of_experts(tmp_path: Path, names: str) -> None:
+def test_a_mixture_of_experts(tmp_path: Path, names: str, family: str) -> None:
     """Experts are named as the trainer holds them or as files do; tokens are a fresh engine's."""
-    run = MemoryRun(write_tiny_moe(tmp_path), names=names)
-    follower = Follower(run, "g-moe", names=names)
+    run = MemoryRun(write_tiny_moe(tmp_path, family=family), names=names)
+    follower = Follower(run, "g-moe", names=names, weights="twice")
     run.publish()
     follower.settle()
     run.model.step()
@@ -75,9 +76,11 @@ def test_a_mixture_of_experts(tmp_path: Path, names: str) -> None:
     follower.close()
 
 
-def test_checkpoint_names_are_the_librarys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3"])
+def test_checkpoint_names_are_the_librarys(tmp_path: Path, family: str) -> None:
     """Names and bytes under ``checkpoint`` are those of the files that the library writes."""
-    model = tiny_model(write_tiny_moe(tmp_path), seed=1)
+    write = write_tiny_qwen3 if family == "qwen3" else partial(write_tiny_moe, family=family)
+    model = tiny_model(write(tmp_path), seed=1)
     model.save_pretrained(tmp_path / "saved")
     saved = {
         name: (tuple(spec["shape"]), bytes(spec["data"]))
@@ -85,10 +88,8 @@ def test_checkpoint_names_are_the_librarys(tmp_path: Path) -> None:
             (tmp_path / "saved" / "model.safetensors").read_bytes()
         )
     }
-    live = view_live_tensors(model, names="checkpoint").buffers
+    live = view_named(model, "checkpoint").buffers
     assert {name: (each.shape, bytes(each.data)) for name, each in live.items()} == saved
-    with pytest.raises(UsageError, match="memory, checkpoint"):
-        view_live_tensors(model, names="other")
 
 
 def test_two_engines_one_digest_one_output(run: MemoryRun, follower: Follower) -> None:
@@ -161,7 +162,7 @@ class TestWhen:
             inside.set()
             leave.wait(30)
 
-        handle = follower.engine._loaded.model.register_forward_pre_hook(hold)
+        handle = follower.engine._sets._sets[0].models.main.register_forward_pre_hook(hold)
         future = follower.gate.submit(PROMPTS[2], GREEDY)
         assert inside.wait(30)
         updating = threading.Thread(target=follower.settle)

@@ -180,6 +180,7 @@ class TestStates:
             "sequence": 1,
             "root_digest": "aa",
             "staleness": 0,
+            "weights_held": "once",
         }
 
 

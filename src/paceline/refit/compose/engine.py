@@ -2,7 +2,7 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,7 @@ from paceline.refit.generators.protocol import (
     EngineHealth,
     GeneratorEngineAdapter,
     RolloutEngine,
+    held_of,
 )
 from paceline.refit.generators.registry import ENGINE_SERVERS, ROLLOUT_ENGINES
 
@@ -143,11 +144,24 @@ def start_any_engine(config: EngineServiceConfig) -> RunningEngine:
     if config.engine_name in ENGINE_SERVERS:
         from paceline.refit.compose.engine_process import start_engine_process
 
+        _refuse_asked(config)
         return start_engine_process(config)
     if config.engine_name not in ROLLOUT_ENGINES:
         known = ", ".join(sorted({*ROLLOUT_ENGINES, *ENGINE_SERVERS}))
         raise UsageError(f"unknown rollout engine {config.engine_name!r}; known: {known}")
     return start_engine(config)
+
+
+def _refuse_asked(config: EngineServiceConfig) -> None:
+    """Refuse what only the engine in this process can be asked for. Raises UsageError."""
+    asked = {
+        "--weights": config.engine.weights != "auto",
+        "--lora": config.engine.lora,
+        "--draft-model": config.engine.draft_dir is not None,
+        "--quantised": bool(config.engine.quantised),
+    }
+    if options := [option for option, is_asked in asked.items() if is_asked]:
+        raise UsageError(f"engine {config.engine_name!r} does not know {', '.join(options)}")
 
 
 def start_engine(config: EngineServiceConfig) -> EngineService:
@@ -175,7 +189,10 @@ def start_engine(config: EngineServiceConfig) -> EngineService:
         control = control_of(config, credentials.control_token)
         parts.callback(control.close)
         engine_class: Any = load_entry(ROLLOUT_ENGINES, config.engine_name, port="rollout engine")
-        inner: RolloutEngine = engine_class(config.engine, clock=clock, new_seed=_new_seed)
+        settings = replace(config.engine, memory_bytes=system.memory_available())
+        inner: RolloutEngine = engine_class(settings, clock=clock, new_seed=_new_seed)
+        if not held_of(inner):
+            _refuse_asked(config)
         engine = UpdateGate(
             inner, policy=UpdatePolicy(config.update), drain_s=config.drain_s, clock=clock
         )

@@ -21,8 +21,10 @@ from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.publisher.values import WhenInPlace, WhenLeased, WhenUnproven
 from paceline.refit.trainers.dtypes import WireDtypes
 from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.refit.transports.routes import Routes
 
 if TYPE_CHECKING:
     from paceline.refit.publisher import CanonicalPublisher, Publisher
@@ -55,6 +57,9 @@ class RunSettings:
     payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
     format: PublishedFormat = PublishedFormat.PACELINE
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    when_leased: WhenLeased = WhenLeased.BLOCK
+    when_in_place: WhenInPlace = WhenInPlace.WAIT
+    when_unproven: WhenUnproven = WhenUnproven.ANCHOR
     anchor_every: int = 8
     max_staleness: int = 2
     link_mbps: float | None = None
@@ -69,6 +74,8 @@ class RunSettings:
     """Which process of its machine it is."""
     world_size: int = 0
     """How many processes train together, as torchrun says; 0: it did not start this one."""
+    incarnation: str = ""
+    """What torchrun calls this start of all of them."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -93,7 +100,11 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
+    return RunSettings(
+        **given,
+        incarnation="/".join(environ[name] for name in _INCARNATION if name in environ),
+        data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]),
+    )
 
 
 def _number(text: str) -> int:
@@ -113,18 +124,6 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _payload(text: str) -> WeightPayloadFormat:
-    return _member(WeightPayloadFormat, text)
-
-
-def _format(text: str) -> PublishedFormat:
-    return _member(PublishedFormat, text)
-
-
-def _staging(text: str) -> TrainerStagingMode:
-    return _member(TrainerStagingMode, text)
-
-
 def _member(enum: type[_E], text: str) -> _E:
     try:
         return enum(text)
@@ -133,6 +132,7 @@ def _member(enum: type[_E], text: str) -> _E:
         raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
 
 
+_INCARNATION = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_RUN_ID": ("run_id", str),
@@ -140,9 +140,12 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_CONTROL": ("control", str),
     "PACELINE_ROLE": ("role", str),
     "PACELINE_INDEX": ("index", _number),
-    "PACELINE_PAYLOAD": ("payload_format", _payload),
-    "PACELINE_FORMAT": ("format", _format),
-    "PACELINE_STAGING": ("staging_mode", _staging),
+    "PACELINE_PAYLOAD": ("payload_format", partial(_member, WeightPayloadFormat)),
+    "PACELINE_FORMAT": ("format", partial(_member, PublishedFormat)),
+    "PACELINE_STAGING": ("staging_mode", partial(_member, TrainerStagingMode)),
+    "PACELINE_WHEN_LEASED": ("when_leased", partial(_member, WhenLeased)),
+    "PACELINE_WHEN_IN_PLACE": ("when_in_place", partial(_member, WhenInPlace)),
+    "PACELINE_WHEN_UNPROVEN": ("when_unproven", partial(_member, WhenUnproven)),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_LINK_MBPS": ("link_mbps", _rate),
@@ -229,8 +232,12 @@ class TrainerConnection:
             staging_mode=self.settings.staging_mode,
             payload_format=self.settings.payload_format,
             anchor_every=self.settings.anchor_every,
+            when_leased=self.settings.when_leased,
+            when_in_place=self.settings.when_in_place,
+            when_unproven=self.settings.when_unproven,
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
+            incarnation=self.settings.incarnation,
         )
         engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
         if engine == "sharded":
@@ -301,6 +308,7 @@ class TrainerConnection:
             run_id=self.settings.run_id,
             max_staleness=self.settings.max_staleness,
             data_token=self._credentials.data_token,
+            routes=self.settings.data.routes,
         )
         self._parts.callback(client.close)
         return client
@@ -359,6 +367,7 @@ def connect_rollouts(
     run_id: str,
     max_staleness: int,
     data_token: str,
+    routes: Path | None = None,
 ) -> "RolloutClient":
     """Return a client of the run's rollout engines, as the control service knows them.
 
@@ -368,6 +377,7 @@ def connect_rollouts(
         run_id: whose versions count.
         max_staleness: how many sequences behind the newest an engine may be.
         data_token: what the engines want to see.
+        routes: a file of shorter ways to them, see transports/routes.py.
     """
     from paceline.refit.rollouts import FleetWatch, RolloutClient, RolloutConfig
 
@@ -375,7 +385,12 @@ def connect_rollouts(
     if isinstance(control, SupportsVersionWatch):
         fleet.start(control)
     return RolloutClient(
-        RolloutConfig(max_staleness=max_staleness, token=data_token, model_name=model_name),
+        RolloutConfig(
+            max_staleness=max_staleness,
+            token=data_token,
+            model_name=model_name,
+            routes=Routes(routes),
+        ),
         fleet=fleet,
         clock=system.system_async_clock(),
         chance=system.chance,

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar, cast
 
 import grpc
 
+from paceline.core import address as addresses
 from paceline.core.clock import Clock
 from paceline.core.retry import RetryPolicy
-from paceline.refit.control import address as addresses
 from paceline.refit.control.status import error_of
 from paceline.refit.errors import (
     ControlError,

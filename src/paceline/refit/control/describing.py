@@ -12,7 +12,7 @@ from paceline.refit.control.lookup import put_version, require_version
 from paceline.refit.control.transaction import Transaction
 from paceline.refit.digest import version_root
 from paceline.refit.errors import AlreadyExistsError, InvalidRequestError, PreconditionError
-from paceline.refit.model import VersionDescription, WeightVersion
+from paceline.refit.model import VersionDescription, WeightPayloadFormat, WeightVersion
 
 
 def describe(tx: Transaction, uid: str, description: VersionDescription) -> WeightVersion:
@@ -54,19 +54,24 @@ def describe_slot(
         found = tx.get(records.part_key(uid, each))
         if found is not None:
             parts[each] = records.decode_description(found)
-    _check_one_state(uid, parts)
+    is_delta = version.payload_format is WeightPayloadFormat.XOR_DELTA
+    _check_one_state(uid, parts, is_delta=is_delta)
     tx.put(key, records.encode(description))
     return describe(tx, uid, combine(parts)) if len(parts) == len(expected) else version
 
 
 def combine(parts: Mapping[str, VersionDescription]) -> VersionDescription:
-    """Return the description of a version from those of all its slots."""
+    """Return the description of a version from those of all its slots.
+
+    It has a parent if every slot has one: a process that began anew has none.
+    """
     some = next(iter(parts.values()))
     parents = {slot: each.parent_root for slot, each in parts.items() if each.parent_root}
+    has_parent = len(parents) == len(parts)
     return replace(
         some,
         root_digest=version_root({slot: each.root_digest for slot, each in parts.items()}),
-        parent_root=version_root(parents) if parents else None,
+        parent_root=version_root(parents) if has_parent else None,
         payload_bytes=sum(each.payload_bytes for each in parts.values()),
         full_bytes=sum(each.full_bytes for each in parts.values()),
         changed_elements=sum(each.changed_elements for each in parts.values()),
@@ -74,9 +79,10 @@ def combine(parts: Mapping[str, VersionDescription]) -> VersionDescription:
     )
 
 
-def _check_one_state(uid: str, parts: Mapping[str, VersionDescription]) -> None:
+def _check_one_state(uid: str, parts: Mapping[str, VersionDescription], *, is_delta: bool) -> None:
     states = {(each.run_id, each.sequence, each.step) for each in parts.values()}
-    if len(states) > 1 or len({each.parent_root is None for each in parts.values()}) > 1:
+    lacks_base = is_delta and any(each.parent_root is None for each in parts.values())
+    if len(states) > 1 or lacks_base:
         raise PreconditionError(
             f"the slots of version {uid!r} do not describe one state of one run: "
             f"{sorted(states)}; publish the same step in every process"

@@ -7,14 +7,15 @@ serving routes need. The values of the second half are also what the rollout cli
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.errors import UsageError
 from paceline.refit.errors import BadRequestError
-from paceline.refit.model import TensorBuffer
+from paceline.refit.manifest.v1 import Lora
+from paceline.refit.model import TensorBuffer, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class InstalledVersion:
     version_id: str
     sequence: int
     root_digest: str
+    model_root: str = ""
+    """Of the weights below, where the version is a LoRA; the version itself names it too."""
 
 
 class GeneratorEngineAdapter(Protocol):
@@ -36,8 +39,8 @@ class GeneratorEngineAdapter(Protocol):
     def live_tensors(self) -> Mapping[str, TensorBuffer]:
         """Return every distinct tensor by canonical name, as writable views of the live bytes.
 
-        The same memory each time, for the life of the engine. Tied names appear once, see
-        ``tensor_aliases``.
+        The same memory each time, for the life of the engine, or until its two sets of weights
+        are exchanged (``SupportsSpareWeights``). Tied names appear once, see ``tensor_aliases``.
         """
         ...
 
@@ -80,6 +83,73 @@ class SupportsDeviceTensors(Protocol):
         ...
 
 
+class SpareWeights(Protocol):
+    """A second set of an engine's weights, which no pass reads."""
+
+    def tensors(self) -> Mapping[str, TensorBuffer]:
+        """Return writable views of the set that is not live now, named as ``live_tensors``."""
+        ...
+
+    def exchange(self) -> None:
+        """Make this set the live one and the live one the spare, in one step.
+
+        Called inside a safe point; takes no longer for a larger model, and cannot fail half-way.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSpareWeights(Protocol):
+    """An engine that may hold its weights twice.
+
+    Then the receiver writes and proves a version in the spare set while the engine serves, and all
+    that is left for the safe point is to exchange the two. ``live_tensors`` are the same memory
+    until then.
+    """
+
+    def spare_weights(self) -> SpareWeights | None:
+        """Return the second set; None where weights are held once. The same for life."""
+        ...
+
+
+def spare_of(engine: "GeneratorEngineAdapter") -> SpareWeights | None:
+    """Return an engine's second set of weights, if it has one."""
+    return engine.spare_weights() if isinstance(engine, SupportsSpareWeights) else None
+
+
+class TakesLoras(Protocol):
+    """An engine's part that holds weights which stay, and LoRAs of them that come as versions."""
+
+    @property
+    def model_root(self) -> str:
+        """The root digest of the weights that stay."""
+        ...
+
+    def make_room(self, lora: Lora | None, tensors: Sequence[TensorEntry]) -> bool:
+        """Make the spare set one for such a LoRA; True if its tensors are other ones now.
+
+        Nothing that is live changes, and no memory is taken for what does not fit.
+
+        Raises:
+            VerifyError: no LoRA, of other weights, or of modules that are not there or not so.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLoras(Protocol):
+    """An engine that may be one for LoRAs; it has a spare set then (``SupportsSpareWeights``)."""
+
+    def lora_sets(self) -> TakesLoras | None:
+        """Return the part that takes them; None where versions are whole models."""
+        ...
+
+
+def loras_of(engine: "GeneratorEngineAdapter") -> TakesLoras | None:
+    """Return an engine's part that takes LoRAs, if it is an engine for them."""
+    return engine.lora_sets() if isinstance(engine, SupportsLoras) else None
+
+
 class EngineState(StrEnum):
     """What a rollout engine tells whoever wants to send it work."""
 
@@ -105,6 +175,12 @@ class EngineHealth:
 
 THREADS_MAX = 1024
 """More than any machine has cores; the math library ends the process when it cannot start them."""
+
+NAMES = ("memory", "checkpoint")
+"""How versions may call tensors."""
+
+WEIGHTS = ("auto", "once", "twice")
+"""How often an engine may be told to hold its weights."""
 
 TEMPERATURE_MIN = 1e-5
 """Below it logits divided by it leave float32, and one request's NaN would cost its whole batch."""
@@ -147,9 +223,9 @@ class Sampling:
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("stop", all(self.stop), "made of texts that are not empty"),
         )
-        for field, is_good, wanted in checks:
+        for each, is_good, wanted in checks:
             if not is_good:
-                raise BadRequestError(field, f"must be {wanted}")
+                raise BadRequestError(each, f"must be {wanted}")
 
     def for_prompt(self, index: int) -> "Sampling":
         """Return the same with a seed of its own for the ``index``-th of several prompts.
@@ -181,15 +257,34 @@ class EngineConfig:
     names: str = "memory"
     """How versions call tensors: ``memory``, as the trainer's own ``state_dict`` does, or
     ``checkpoint``, as files do, which have a tensor for each expert of a mixture."""
+    weights: str = "auto"
+    """How often they are held: ``once``; ``twice``, so that an update pauses the engine for
+    microseconds; ``auto`` is twice where ``memory_bytes`` allow it."""
+    memory_bytes: int = 0
+    """What this process may still take, for ``auto``; 0 is unknown."""
+    draft_dir: Path | None = None
+    """A directory like ``model_dir``, of a draft model whose weights are part of every version,
+    under names that begin with ``draft.``; None: there is none."""
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Glob over tensor names -> ``fp8-block`` or ``int8-channel``: what the trainer quantises, and
+    codes are live here."""
+    lora: bool = False
+    """The weights are those in ``model_dir``, and versions are LoRAs of them."""
     url: str = ""
     """Of a server that runs already, for engines that drive one."""
     key_file: Path | None = None
     """Holds that server's key, where it wants one."""
 
     def __post_init__(self) -> None:
-        for field in ("threads", "max_batch", "max_waiting"):
-            if getattr(self, field) < 1:
-                raise UsageError(f"{field} must be at least 1")
+        for each in ("threads", "max_batch", "max_waiting"):
+            if getattr(self, each) < 1:
+                raise UsageError(f"{each} must be at least 1")
+        for each, words in (("weights", WEIGHTS), ("names", NAMES)):
+            found = getattr(self, each)
+            if found not in words:
+                raise UsageError(f"{each} is {found!r}; it can be {', '.join(words)}")
+        if self.lora and (self.draft_dir is not None or self.quantised):
+            raise UsageError("with LoRAs there are no draft models and no codes: leave one out")
         if self.threads > THREADS_MAX:
             raise UsageError(f"threads must be at most {THREADS_MAX}")
 
@@ -307,6 +402,21 @@ class SaysHowProven(Protocol):
 def proof_of(engine: GeneratorEngineAdapter) -> str:
     """Return the word for how an engine's weights are proven."""
     return engine.proof if isinstance(engine, SaysHowProven) else PROVEN
+
+
+@runtime_checkable
+class SaysHowHeld(Protocol):
+    """An engine that can say how often it holds its weights."""
+
+    @property
+    def weights_held(self) -> str:
+        """Return ``once`` or ``twice``."""
+        ...
+
+
+def held_of(engine: GeneratorEngineAdapter) -> str:
+    """Return how often an engine holds its weights; empty where it cannot say."""
+    return engine.weights_held if isinstance(engine, SaysHowHeld) else ""
 
 
 @runtime_checkable

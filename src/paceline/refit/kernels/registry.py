@@ -8,9 +8,12 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Final, cast
 
+import numpy as np
+
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.delta.codec import Tools
 from paceline.refit.delta.loops import Loops
+from paceline.refit.delta.order import kind_of
 from paceline.refit.kernels.protocol import DeviceLoops
 
 LOOPS: Final[dict[str, LazyEntry]] = {
@@ -28,6 +31,7 @@ DEVICE_LOOPS: Final[dict[str, LazyEntry]] = {
 PickLoops = Callable[[str], DeviceLoops | None]
 """Takes the type of a device."""
 _TRITON_DEVICES: Final = frozenset({"cuda", "xpu"})
+_FEW_ELEMENTS: Final = 4
 _THREADS_MAX: Final = 8
 """Beyond this the memory bus is the limit, and the engine on this machine wants its cores."""
 
@@ -62,6 +66,18 @@ def loops_on(device_type: str) -> DeviceLoops | None:
         return None
     is_known = device_type in _TRITON_DEVICES and find_spec("triton") is not None
     return load_device_loops("triton" if is_known else "torch")
+
+
+@lru_cache
+def warm_loops(dtype: str) -> None:
+    """Write a few elements of this dtype once: no loop is loaded while an engine stands still."""
+    kind, loops = kind_of(dtype), process_tools().loops
+    old = np.zeros(_FEW_ELEMENTS, dtype=f"<u{kind.width}")
+    steps = loops.diff(old, old + 1, kind, first=0, most=len(old))
+    assert steps is not None  # noqa: S101 - there is room for as many as there are elements
+    kept = loops.check(steps, old, kind, first=0, keep=True)
+    loops.add(steps, old.copy(), kind)
+    loops.add(kept, old.copy(), kind)
 
 
 @lru_cache

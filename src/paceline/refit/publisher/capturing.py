@@ -3,12 +3,15 @@
 Who has to let go when all memory is in use is decided here, from the policy.
 """
 
+from collections.abc import Callable
+
 from paceline.core.clock import Clock
 from paceline.refit.errors import NoFreeArenaError, PublishError, VersionSkippedError
 from paceline.refit.model import StagedWeightVersionShardData, WeightPayloadFormat
 from paceline.refit.publisher.line import Line
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.values import PublisherOptions, WhenLeased
+from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsCapture, SupportsChain, TrainerEngineAdapter
 
 _POLL_S = 0.1
@@ -37,10 +40,10 @@ class Capturer:
         if isinstance(self._trainer, SupportsCapture):
             self._trainer.prepare()
 
-    def capture(self, *, needs_full: bool) -> object:
+    def capture(self, *, needs_full: Callable[[], bool]) -> object:
         """Keep the weights as they are now; while nothing is free, do as the policy says.
 
-        ``needs_full`` counts for adapters that cannot leave the rest for later.
+        ``needs_full`` is asked for adapters that cannot leave the rest for later.
 
         Raises:
             NoFreeArenaError: nothing came free in ``stage_wait_s``.
@@ -78,6 +81,9 @@ class Capturer:
         try:
             staged.publish_ready.wait()
         except BaseException:
+            buffers = staged.buffer_owner
+            if self._shelf is not None and isinstance(buffers, StagedBuffers):
+                self._shelf.abandon(buffers)  # an upload may have got half way
             self._chain.discard_staged(staged)
             raise
         return staged
@@ -94,7 +100,7 @@ class Capturer:
         assert isinstance(self._trainer, SupportsChain)  # noqa: S101 - the publisher has seen to it
         return self._trainer
 
-    def _try_once(self, *, needs_full: bool) -> object:
+    def _try_once(self, *, needs_full: Callable[[], bool]) -> object:
         options = self._options
         wanted = options.wanted
         if isinstance(self._trainer, SupportsCapture):
@@ -102,7 +108,7 @@ class Capturer:
         # It knows one way only, and its base is that of the last version that came out.
         if not self._line.wait_idle(options.publish_wait_s):
             raise PublishError("the version before is still underway; publish less often")
-        is_first = needs_full and wanted is WeightPayloadFormat.XOR_DELTA
+        is_first = needs_full() and wanted is WeightPayloadFormat.XOR_DELTA
         return self._trainer.stage_shard(
             tensors=None,
             staging_mode=options.staging_mode,

@@ -36,6 +36,7 @@ class Publication:
 
     def __init__(self, *, version_id: str, sequence: int, step: int, wait_s: float) -> None:
         self.version_id = version_id
+        """Several processes agree on it behind training: until then it is what this one expects."""
         self.sequence = sequence
         self.step = step
         self._wait_s = wait_s

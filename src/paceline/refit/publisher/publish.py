@@ -44,6 +44,7 @@ from paceline.refit.publisher.line import Job, Line, Publication
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.resuming import take_up
 from paceline.refit.publisher.shelf import VersionShelf
+from paceline.refit.publisher.together import Together, options_of
 from paceline.refit.publisher.values import (
     Head,
     Notify,
@@ -60,6 +61,7 @@ from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import (
     SupportsAnchors,
     SupportsChain,
+    SupportsSlots,
     TrainerEngineAdapter,
 )
 from paceline.refit.transports.protocol import SupportsCommits
@@ -102,13 +104,20 @@ class Publisher:
         if not isinstance(trainer, SupportsChain):
             raise TypeError("the trainer adapter must sign SupportsChain")
         self._control = control
+        self._slot = trainer.source_slot_id
+        self._slots = trainer.expected_source_slots if isinstance(trainer, SupportsSlots) else ()
+        self._together: Together | None = None
+        if len(self._slots) > 1:
+            options = options_of(options, self._slot)
+            self._together = Together(
+                control=control, clock=clock, options=options, slot=self._slot, slots=self._slots
+            )
         self._trainer = trainer
         self._chain: SupportsChain = trainer
         self._source = source
         self._clock = clock
         self._options = options
         self._notify = notify
-        self._slot = trainer.source_slot_id
         self._shelf = VersionShelf(
             control=control,
             chain=trainer,
@@ -128,6 +137,8 @@ class Publisher:
         self._heartbeat = Heartbeat(control, options, then=self._shelf.release)
         self._run_id = options.run_id
         self._next_sequence = 0
+        self._agreed = -1
+        """The last sequence that several processes published under."""
         self._head: Head | None = None
         self._needs_full = True
         self._needs_anchor = False
@@ -167,16 +178,11 @@ class Publisher:
             PublishError: the weights are not those that the run published last.
         """
         self._persist(self._heartbeat.register)
-        options = self._options
-        found = self._persist(lambda: self._control.list_versions(options.model_name))
-        start = take_up(found, self._trainer, options)
-        self._run_id, self._next_sequence = start.run_id, start.next_sequence
-        self._head = start.head
-        if start.head is not None:
-            self._needs_full, self._needs_anchor = False, True
-        if start.event:
-            log.info("%s: %s", start.event, start.reason)
-            self._notify(start.event, start.to_fields())
+        if self._together is None:
+            self._take_up()
+        else:
+            self._together.start()  # which sequence comes next is agreed on at each version
+        self._capturer.prepare()
         self._heartbeat.start()
         self._line.start()
 
@@ -205,7 +211,7 @@ class Publisher:
         )
         try:
             self.before_step()
-            captured = self._capturer.capture(needs_full=self._needs_full)
+            captured = self._capturer.capture(needs_full=lambda: self._needs_full)
         except VersionSkippedError as exc:
             self._tell_failure(publication, exc)
             publication.fail(exc)
@@ -298,6 +304,34 @@ class Publisher:
         else:
             log.warning("a publication did not end in time; its memory is not given back")
 
+    def _take_up(self) -> None:
+        """Find out where the run is."""
+        options = self._options
+        found = self._persist(lambda: self._control.list_versions(options.model_name))
+        start = take_up(found, self._trainer, options)
+        self._run_id, self._next_sequence = start.run_id, start.next_sequence
+        self._head = start.head
+        if start.head is not None:
+            self._needs_full, self._needs_anchor = False, True
+        if start.event:
+            log.info("%s: %s", start.event, start.reason)
+            self._notify(start.event, start.to_fields())
+
+    def _take_turn(self, publication: Publication) -> bool:
+        """Say whether it must be full; several processes agree on that, and on which one it is."""
+        if self._together is None:
+            return self._needs_full
+        turn = self._together.agree(
+            step=publication.step,
+            after=self._agreed,
+            head_uid=None if self._head is None else self._head.uid,
+            needs_full=self._needs_full,
+        )
+        self._agreed = publication.sequence = turn.sequence
+        publication.version_id = version_uid(self._run_id, turn.sequence)
+        self._next_sequence = max(self._next_sequence, turn.sequence + 1)
+        return turn.is_full
+
     @property
     def _is_in_place(self) -> bool:
         return self._options.staging_mode is TrainerStagingMode.IN_PLACE
@@ -307,14 +341,22 @@ class Publisher:
     ) -> PublishedVersion:
         """Do what training does not stand for; in the line's thread."""
         wanted = self._options.wanted
-        needs_full = self._needs_full and wanted is WeightPayloadFormat.XOR_DELTA
+        try:
+            needs_full = self._take_turn(publication) and wanted is WeightPayloadFormat.XOR_DELTA
+        except BaseException:
+            self._capturer.give_back(captured)
+            raise
         full = WeightPayloadFormat.FULL_TENSOR
         staged = self._capturer.stage(captured, full if needs_full else wanted)
         uid, step = publication.version_id, publication.step
         version = self._version(uid, staged, sequence=publication.sequence, step=step)
         self._bring_out(version)
         self._chain.commit_staged(staged)
-        self._head = Head(uid=uid, root_digest=version.description.root_digest)
+        self._head = Head(
+            uid=uid,
+            root_digest=version.root_digest,
+            slot_root=version.description.root_digest,
+        )
         self._needs_full = False
         anchor_id, anchor_error = self._anchor(version)
         self._compose(version, anchor_id=anchor_id)
@@ -356,7 +398,7 @@ class Publisher:
                 sequence=sequence,
                 step=step,
                 root_digest=buffers.manifest.root_digest,
-                parent_root=head.root_digest if head else None,
+                parent_root=head.slot_root if head else None,
                 payload_bytes=buffers.payload_bytes,
                 full_bytes=buffers.full_bytes,
                 changed_elements=buffers.changed_elements,
@@ -387,6 +429,15 @@ class Publisher:
         self._shelf.keep(version)
 
     def _create(self, version: OwnVersion) -> None:
+        request = self._request(version)
+        try:
+            self._persist(lambda: self._control.create_version(request))
+        except (NotFoundError, PreconditionError):
+            # The control service lost the base or released it: only a full version goes on.
+            self._needs_full = True
+            raise
+
+    def _request(self, version: OwnVersion) -> VersionRequest:
         request = VersionRequest(
             model_name=self._options.model_name,
             idempotency_key=version.uid,
@@ -396,19 +447,18 @@ class Publisher:
             object_storage=place_of_files(self._source, version),
             uid=version.uid,
         )
-        try:
-            self._persist(lambda: self._control.create_version(request))
-        except (NotFoundError, PreconditionError):
-            # The control service lost the base or released it: only a full version goes on.
-            self._needs_full = True
-            raise
+        if self._together is None:
+            return request
+        return self._together.request(request, step=version.description.step)
 
     def _advertise(self, version: OwnVersion) -> None:
+        if not self._heartbeat.is_running:  # nobody would ever take it back
+            raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
-        self._persist(lambda: self._control.describe_version(version.uid, version.description))
+        self._describe(version)
         shard = Shard(
             version_id=version.uid,
             source_slot_id=self._slot,
@@ -420,16 +470,32 @@ class Publisher:
         )
         version.is_advertised = True
         state = self._persist(lambda: self._control.create_shard(shard)).state
-        if state is not VersionState.READY:
+        is_last = state is VersionState.READY
+        if self._together is not None:
+            self._together.wait_ready(version.uid)
+            version.whole = self._persist(
+                lambda: self._control.get_version(version.uid)
+            ).description
+        elif not is_last:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
-        self._commit(version, shard)
+        if is_last:
+            self._commit(version)
 
-    def _commit(self, version: OwnVersion, shard: Shard) -> None:
+    def _describe(self, version: OwnVersion) -> None:
+        slot = None if self._together is None else self._slot
+        self._persist(
+            lambda: self._control.describe_version(
+                version.uid, version.description, source_slot_id=slot
+            )
+        )
+
+    def _commit(self, version: OwnVersion) -> None:
         """Tell those who only see the source; a failure is made up for by the next commit."""
         if isinstance(self._source, SupportsCommits):
             ready = self._persist(lambda: self._control.get_version(version.uid))
+            shards = self._persist(lambda: self._control.list_shards(version.uid))
             try:
-                self._source.commit_version(ready, [shard])
+                self._source.commit_version(ready, shards)
             except PublishError as exc:
                 log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
 
@@ -440,6 +506,8 @@ class Publisher:
         the version leaves like any other, once no lease lives, and a full version follows for
         engines that installed it.
         """
+        # The others of several processes may hold another base by now: all of them start anew.
+        self._needs_full |= self._together is not None
         if version.is_advertised:
             self._needs_anchor = True
         else:

@@ -81,7 +81,7 @@ def begin(
         return Beginning(
             run_id=run_id,
             next_sequence=next_sequence,
-            head=Head(uid=last.uid, root_digest=root_digest),
+            head=Head(uid=last.uid, root_digest=root_digest, slot_root=root_digest),
             event=CONTINUED,
             last=last,
             root_digest=root_digest,

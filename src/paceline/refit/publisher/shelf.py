@@ -16,6 +16,7 @@ from paceline.refit.errors import ControlError, NotFoundError, PreconditionError
 from paceline.refit.publisher.values import OwnVersion, WeightSource
 from paceline.refit.retention import KeptVersion, plan_retention
 from paceline.refit.staging.served import ServedShards
+from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsChain
 from paceline.refit.transports.protocol import SupportsCommits
 
@@ -62,6 +63,10 @@ class VersionShelf:
             return
         self._served.serve(version.buffers)
         version.is_served = True
+
+    def abandon(self, buffers: StagedBuffers) -> None:
+        """Withdraw what staging has made readable of a version that does not come out."""
+        self._served.abandon(buffers)
 
     def keep(self, version: OwnVersion) -> None:
         """Enter a version that is READY."""

@@ -95,6 +95,13 @@ class PublisherOptions:
     """Also publish one delta from the newest full version, for engines that join late."""
     checkpoint_files: Mapping[str, bytes] = field(default_factory=dict)
     """What stands beside the weights of a checkpoint, such as ``config.json``."""
+    incarnation: str = ""
+    """Of a trainer of several processes: what a start of all of them is called, the same in each.
+    What an earlier start left unfinished is then never gone on with."""
+    slots_wait_s: float = 60.0
+    """How long a version waits for processes that live and do not bring their slot."""
+    together_ttl_s: int = 3
+    """How soon the others of several processes notice that one is gone."""
     heartbeat_wait: Waiter | None = None
     """Paces the heartbeat; real time by default."""
 
@@ -141,6 +148,9 @@ class Head:
 
     uid: str
     root_digest: str
+    """Of the version, as engines report it."""
+    slot_root: str
+    """Of what this process published of it: the same with one slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +167,13 @@ class OwnVersion:
     is_served: bool = False
     is_advertised: bool = False
     """Somebody may know of it: a shard was sent to the control service."""
+    whole: VersionDescription | None = None
+    """Of all slots together, where there are several; known when the version is READY."""
+
+    @property
+    def root_digest(self) -> str:
+        """Of the version, as engines report it."""
+        return (self.whole or self.description).root_digest
 
     def manifest(self, sign: Sign | None) -> WeightVersionShardManifest:
         """Return the manifest as it is served: with the run's signature, if there is a key."""
@@ -180,17 +197,17 @@ class OwnVersion:
 
 def published_version(version: OwnVersion, **more: Any) -> PublishedVersion:
     """Say what came of a version; ``more`` are the fields that it does not know itself."""
-    said, buffers = version.description, version.buffers
+    said, buffers = version.whole or version.description, version.buffers
     return PublishedVersion(
         version_id=version.uid,
         sequence=said.sequence,
         step=said.step,
         root_digest=said.root_digest,
         payload_format=buffers.manifest.payload_format,
-        payload_bytes=buffers.payload_bytes,
-        full_bytes=buffers.full_bytes,
-        changed_elements=buffers.changed_elements,
-        total_elements=buffers.total_elements,
+        payload_bytes=said.payload_bytes,
+        full_bytes=said.full_bytes,
+        changed_elements=said.changed_elements,
+        total_elements=said.total_elements,
         **more,
     )
 

@@ -20,14 +20,17 @@ from paceline.refit.generators.protocol import (
     GeneratorEngineAdapter,
     InstalledVersion,
     SupportsDeviceTensors,
+    loras_of,
+    spare_of,
 )
-from paceline.refit.kernels.registry import process_tools
+from paceline.refit.kernels.registry import process_tools, warm_loops
 from paceline.refit.manifest.signature import Trust, trust_in
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
 from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.gathering import AT_A_TIME_MAX, Turns, fetch_slots
 from paceline.refit.receiver.lease import hold_lease
 from paceline.refit.receiver.shards import (
     check_manifests_are_of,
@@ -35,6 +38,7 @@ from paceline.refit.receiver.shards import (
     sources_by_slot,
     whole_manifest,
 )
+from paceline.refit.receiver.spare import SpareSet
 from paceline.refit.receiver.spread import Spread
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
 
@@ -135,6 +139,8 @@ class Installer:
         self._limits = limits
         self._prepare = prepare
         self._tools = process_tools()
+        self._spare = self._spare_set()
+        self._loras = loras_of(engine)
         self._since_whole_check = 0
         self._transfers: list[TransferRecord] = []
 
@@ -172,18 +178,23 @@ class Installer:
                 between_reads()
 
             checks = self._next_checks(base)
-            staged, fetched_bytes = self._stage(
-                version, base=base, checks=checks, keep_alive=keep_alive
-            )
+            try:
+                staged, fetched_bytes = self._stage(
+                    version, base=base, checks=checks, keep_alive=keep_alive
+                )
+            except VerifyError:
+                if self._spare is not None:
+                    self._spare.forget()  # it may be the spare set that is not what it should be
+                raise
             label = InstalledVersion(
-                version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
+                version_id=version.uid,
+                sequence=said.sequence,
+                root_digest=said.root_digest,
+                model_root="" if self._loras is None else self._loras.model_root,
             )
-            pause_s = self._engine.at_safe_point(
-                self._writer(staged, base),
-                installed=label,
-                timeout_s=self._limits.safe_point_timeout_s,
-            )
-            self._prove(staged, label, checks)
+            pause_s = self._put_in(staged, base, label, checks)
+        if self._spare is not None:
+            self._spare.follow(staged, whole=checks.whole)
         return Installed(
             version=label,
             entries={entry.key: entry for entry in staged.entries},
@@ -243,19 +254,36 @@ class Installer:
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
         slots = sources_by_slot(version, self._control.list_shards(version.uid))
-        fetchers = {slot: self._fetcher(version, keep_alive) for slot in slots}
+        turns = Turns(keep_alive)
+        fetchers = {slot: self._fetcher(version, turns) for slot in slots}
         manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
         check_manifests_are_of(manifests, version)
+        whole = whole_manifest(list(manifests.values()))
         if self._prepare is not None:
-            self._prepare(whole_manifest(list(manifests.values())))
-        live = self._engine.live_tensors()
-        left = 2 * sum(len(buffer.data) for buffer in live.values()) + PAYLOAD_SLACK_BYTES
-        shards = []
-        for slot, manifest in manifests.items():
-            objects = fetchers[slot].fetch_objects(manifest, slots[slot], bytes_max=left)
-            left -= sum(len(data) for data in objects.values())
-            shards.append(FetchedShard(manifest=manifest, objects=objects))
+            self._prepare(whole)
+        checks = replace(checks, lora=whole.lora if self._loras is not None else None)
+        live = self._room_for(whole, base)
+        live_bytes = sum(len(buffer.data) for buffer in live.values())
+        shards = fetch_slots(
+            manifests,
+            fetchers,
+            slots,
+            turns=turns,
+            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
+            at_a_time=AT_A_TIME_MAX if self._supply.spread is None else 1,  # it is one for all
+        )
         return self._staged(shards, live, base, checks), sum(shard.num_bytes for shard in shards)
+
+    def _room_for(
+        self, whole: Manifest, base: Mapping[str, TensorEntry] | None
+    ) -> Mapping[str, TensorBuffer]:
+        """Return the tensors that a version is written to."""
+        spare = self._spare
+        if self._loras is not None:
+            assert spare is not None  # noqa: S101 - an engine for LoRAs has one
+            if self._loras.make_room(whole.lora, whole.tensors):
+                spare.forget()
+        return self._engine.live_tensors() if spare is None else spare.levelled(base)
 
     def _staged(
         self,
@@ -289,6 +317,34 @@ class Installer:
                 spread=self._supply.spread,
             ),
         )
+
+    def _spare_set(self) -> SpareSet | None:
+        weights = spare_of(self._engine)
+        if weights is None:
+            return None
+        return SpareSet(weights, live=self._engine.live_tensors, tools=self._tools)
+
+    def _put_in(
+        self,
+        staged: StagedInstall,
+        base: Mapping[str, TensorEntry] | None,
+        label: InstalledVersion,
+        checks: Checks,
+    ) -> float:
+        """Make a staged version what is served, and return how long no pass could start."""
+        if self._spare is not None:
+            _expect_root(self._spare.write(staged, whole=checks.whole), label)
+            write = self._spare.exchange
+        else:
+            for each in staged.writes:
+                warm_loops(each.dtype)
+            write = self._writer(staged, base)
+        pause_s = self._engine.at_safe_point(
+            write, installed=label, timeout_s=self._limits.safe_point_timeout_s
+        )
+        if self._spare is None:
+            self._prove(staged, label, checks)
+        return pause_s
 
     def _writer(
         self, staged: StagedInstall, base: Mapping[str, TensorEntry] | None
@@ -337,6 +393,11 @@ class Installer:
             raise UncertainStateError(
                 f"live weights have root {staged.root_digest}, not {label.root_digest}"
             )
+
+
+def _expect_root(root: str, label: InstalledVersion) -> None:
+    if root != label.root_digest:
+        raise VerifyError(f"the weights written have root {root}, not {label.root_digest}")
 
 
 def label_of(version: WeightVersion) -> InstalledVersion:

@@ -18,7 +18,12 @@ from paceline.refit.generators.protocol import (
     OnPiece,
     RolloutEngine,
     Sampling,
+    SpareWeights,
+    TakesLoras,
+    held_of,
+    loras_of,
     proof_of,
+    spare_of,
     submit_stream,
 )
 from paceline.refit.model import TensorBuffer
@@ -67,6 +72,11 @@ class UpdateGate:
         return proof_of(self._engine)
 
     @property
+    def weights_held(self) -> str:
+        """How often the engine holds its weights."""
+        return held_of(self._engine)
+
+    @property
     def updating(self) -> str:
         """Why nothing new is taken at the moment; empty while it is."""
         return self._updating
@@ -87,6 +97,14 @@ class UpdateGate:
     def tensor_aliases(self) -> Mapping[str, str]:
         """Return the engine's."""
         return self._engine.tensor_aliases()
+
+    def spare_weights(self) -> SpareWeights | None:
+        """Return the engine's."""
+        return spare_of(self._engine)
+
+    def lora_sets(self) -> TakesLoras | None:
+        """Return the engine's."""
+        return loras_of(self._engine)
 
     def installed(self) -> InstalledVersion | None:
         """Return the engine's."""

@@ -129,5 +129,6 @@ def _parse_span(span: Mapping[str, Any]) -> VersionSpan:
         version_id=str(span["version_id"]),
         sequence=int(span["sequence"]),
         root_digest=str(span["root_digest"]),
+        model_root=str(span.get("model_root", "")),
     )
     return VersionSpan(installed=installed, start=int(span["start"]), end=int(span["end"]))

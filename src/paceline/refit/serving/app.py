@@ -25,6 +25,7 @@ from paceline.refit.generators.protocol import (
     EngineState,
     Generation,
     RolloutEngine,
+    held_of,
     submit_stream,
 )
 from paceline.refit.serving.request import CompletionRequest, parse_completion_request
@@ -123,6 +124,8 @@ class _Routes:
         if health.installed is not None:
             body |= render_installed(health.installed)
             body["staleness"] = max(0, self._parts.newest() - health.installed.sequence)
+        if held := held_of(self._parts.engine):
+            body["weights_held"] = held
         return JSONResponse(body, 200 if is_ready else 503)
 
     async def models(self, request: Request) -> Response:

@@ -92,12 +92,13 @@ def staleness_of(spans: Sequence[VersionSpan], *, newest: int) -> int:
 
 
 def render_installed(installed: InstalledVersion) -> dict[str, object]:
-    """Return a version's three names."""
-    return {
+    """Return a version's names: three, and of a LoRA the root of the weights below it."""
+    names: dict[str, object] = {
         "version_id": installed.version_id,
         "sequence": installed.sequence,
         "root_digest": installed.root_digest,
     }
+    return {**names, "model_root": installed.model_root} if installed.model_root else names
 
 
 def render_error(message: str, *, kind: str, field: str | None = None) -> dict[str, object]:

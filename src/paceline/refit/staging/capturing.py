@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from paceline.refit.errors import StagingError
@@ -10,7 +11,7 @@ from paceline.refit.model import StagedWeightVersionShardData
 from paceline.refit.staging.host import Arena
 from paceline.refit.staging.shadow import Change
 from paceline.refit.staging.shard import Capture, ShardLayout, StagedBuffers, describe_capture
-from paceline.refit.staging.torch_bytes import WORD_DTYPES
+from paceline.refit.staging.torch_bytes import WORD_DTYPES, is_host_block
 
 
 class Readable(Protocol):
@@ -35,15 +36,23 @@ def copy_into(
 ) -> None:
     """Copy tensors to their places, rounded to the dtypes that are sent.
 
-    From a GPU this only begins: see ``torch_bytes.copies_made``.
+    From a GPU this only begins: see ``torch_bytes.copies_made``. What lies in host memory as it is
+    sent is copied by this thread alone: torch's threads would wait for each other at every tensor,
+    for as long as others want the processor.
     """
     whole = torch.frombuffer(arena.data, dtype=torch.uint8)
     with torch.no_grad():
         for item in layout.tensors:
-            if item.name in source.tensors and item.name not in without:
-                raw = whole[item.offset : item.offset + item.num_bytes]
-                there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
-                there.copy_(source.read(item.name), non_blocking=True)
+            if item.name not in source.tensors or item.name in without:
+                continue
+            tensor = source.read(item.name)
+            raw = whole[item.offset : item.offset + item.num_bytes]
+            dtype = WORD_DTYPES[item.dtype]
+            if tensor.dtype == dtype and is_host_block(tensor):
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                np.copyto(raw.numpy(), flat.numpy())
+            else:
+                raw.view(dtype).view(item.shape).copy_(tensor, non_blocking=True)
 
 
 def check_narrowed(arena: Arena, layout: ShardLayout, names: Collection[str]) -> None:

@@ -136,7 +136,7 @@ class _Grid:
 
     def _axis(self, name: str, mesh: Any, index: int) -> int:
         """Return the axis of the whole mesh that a dimension of a tensor's mesh runs along."""
-        ranks = mesh.mesh.movedim(index, 0).flatten(1)[:, 0].tolist()
+        ranks = mesh.mesh.movedim(index, 0).reshape(mesh.size(index), -1)[:, 0].tolist()
         places = [self._places.get(rank) for rank in ranks]
         if None not in places:
             differing = {

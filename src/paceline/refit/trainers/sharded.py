@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.refit.model import WeightPayloadFormat
 from paceline.refit.trainers.exporting import buffer_names
 from paceline.refit.trainers.flat import FlatSource, has_flat
 from paceline.refit.trainers.meshes import MeshSource, clean_name
@@ -59,6 +60,14 @@ class ShardedTrainer(TorchModuleTrainer):
             raise ValueError("bind_tensors was not called")
         return self._shards.slots
 
+    @property
+    def supported_payload_formats(self) -> frozenset[WeightPayloadFormat]:
+        """All; of several processes all but checkpoints, whose files have whole tensors."""
+        formats = super().supported_payload_formats
+        if self._shards is not None and len(self._shards.slots) > 1:
+            formats -= {WeightPayloadFormat.FULL_HF_CHECKPOINT}
+        return formats
+
     def bind_tensors(self, tensors: Any) -> str:
         """Take a module or a mapping name -> tensor, once; call it on every process.
 
@@ -68,6 +77,11 @@ class ShardedTrainer(TorchModuleTrainer):
         if self._shards is None:
             self._shards = self._source_of(tensors)
             self._slot = self._shards.slot
+            if self._slot not in self._shards.slots:
+                raise ValueError(
+                    f"nothing of the model is for {self._slot} to publish: it has fewer tensors, "
+                    "or rows, than there are processes; publish it from one process, alone"
+                )
         return super().bind_tensors(tensors)
 
     def _source_of(self, tensors: Any) -> ShardSource:

@@ -291,6 +291,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """Give a capture back that is not to be staged; idempotent."""
         if captured.mode is IN_PLACE:
             self._guard.release()
+        captured.made.wait()
         if captured.arena is not None:
             self._ring.drop(captured.arena)
         self._shadow.drop(captured.device)
@@ -404,6 +405,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
                 change = self._shadow.find(base, before, device, arena, link=self._link)
             there = () if change is None else change.encoded.keys()
             copy_into(arena, captured.layout, device, without=there)
+            copies_made({item.device for item in device.tensors.values()}).wait()
         check_narrowed(arena, captured.layout, self._narrowed)
         capture = described(arena, captured.layout, change)
         if base is not None:

@@ -5,7 +5,8 @@ that a run between two clouds does not pay for NIXL's timeout with every window.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -19,11 +20,14 @@ from paceline.refit.transports.protocol import (
     ObjectServer,
     Part,
     ReadPlan,
+    ReadSession,
     SupportsCheckpoints,
     SupportsCommits,
     SupportsReplace,
+    SupportsSessions,
     Terms,
     TransferRecord,
+    open_session,
     read_parts,
 )
 
@@ -185,6 +189,22 @@ class SeveralReaders:
         return join_addresses(
             reader.source_endpoint(single) for reader, single in self._known(address)
         )
+
+    @contextmanager
+    def session(self, *, window_bytes: int) -> Iterator[ReadSession]:
+        """Yield a session of the first reader that has its own; the others read as ever."""
+        readers = list(self._readers.values())
+        able = next((each for each in readers if isinstance(each, SupportsSessions)), readers[0])
+        with open_session(able, window_bytes=window_bytes) as inner:
+            found = SeveralReaders(
+                {
+                    scheme: inner.reader if each is able else each
+                    for scheme, each in self._readers.items()
+                },
+                clock=self._clock,
+            )
+            found._failed_at = self._failed_at
+            yield ReadSession(reader=found, window=inner.window)
 
     def close(self) -> None:
         """Close all; idempotent."""

@@ -641,6 +641,16 @@ class ControlPlaneContract(ABC):
         with pytest.raises(AlreadyExistsError):
             plane.describe_version(version.uid, parts["a"], source_slot_id="b")
 
+    def test_a_version_has_a_parent_if_every_slot_has_one(self, plane: ControlPlane) -> None:
+        """A process that began anew has none: a full version goes on without, a delta does not."""
+        slots = ("a", "b")
+        base = plane.create_version(replace(FULL, expected_source_slots=slots))
+        parts = {"a": replace(DESCRIPTION, parent_root="0a"), "b": DESCRIPTION}
+        for slot, part in parts.items():
+            said = plane.describe_version(base.uid, part, source_slot_id=slot).description
+        assert said is not None
+        assert said.parent_root is None
+
     def test_workers_are_listed_by_model(self, plane: ControlPlane) -> None:
         """Only the living of the model asked for."""
         plane.register_worker(

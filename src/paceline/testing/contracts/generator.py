@@ -14,6 +14,7 @@ from paceline.refit.generators.protocol import (
     InstalledVersion,
     RolloutEngine,
     Sampling,
+    spare_of,
 )
 
 V1 = InstalledVersion(version_id="v1", sequence=1, root_digest="aa")
@@ -74,6 +75,23 @@ class RolloutEngineContract(ABC):
         for alias, name in engine.tensor_aliases().items():
             assert alias not in live
             assert name in live
+
+    def test_sets_of_weights_are_exchanged(self, engine: RolloutEngine) -> None:
+        """What was written into the spare set is what is served; the set before is spare then."""
+        spare = spare_of(engine)
+        if spare is None:
+            pytest.skip("this engine holds its weights once")
+        self.install(engine, V1)
+        before, wanted = engine.live_tensors(), self.weights()
+        for name, buffer in spare.tensors().items():
+            buffer.data[:] = wanted[name]
+            before[name].data[:] = bytes(len(wanted[name]))
+        engine.at_safe_point(spare.exchange, installed=V2, timeout_s=TIMEOUT_S)
+        for name, buffer in engine.live_tensors().items():
+            assert bytes(buffer.data) == wanted[name]
+            assert not any(spare.tensors()[name].data)
+        (choice,) = self.generate(engine, Sampling(max_tokens=4, ignore_eos=True)).choices
+        assert [span.installed for span in choice.spans] == [V2]
 
     def test_nothing_is_served_before_the_first_install(self, engine: RolloutEngine) -> None:
         """Weights that nobody published are never served."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.refit.apply import prove_live, stage_install, write_install
+from paceline.refit.apply import Checks, prove_live, stage_install, write_install
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.v1 import Lora, Manifest
 from paceline.refit.model import (
@@ -60,7 +60,7 @@ class Follower:
             live=self._live,
             aliases=dict(manifest.aliases),
             base=self._base,
-            lora=self._lora,
+            checks=Checks(lora=self._lora),
         )
         write_install(install)
         assert prove_live(self._live, install.entries) == manifest.root_digest

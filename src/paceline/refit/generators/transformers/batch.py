@@ -10,6 +10,7 @@ which tokens came from which.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,17 +85,21 @@ class Row:
         )
 
 
+RunModel = Callable[..., Any]
+"""Runs one pass of the model whose weights are live, with the arguments that models take."""
+
+
 class RunningBatch:
     """Rows in flight and their cache; used by one thread, outside of any lock but the gate."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, run_model: RunModel) -> None:
+        self._run_model = run_model
         self.clear()
 
     def clear(self) -> None:
         """Forget every row and the cache."""
         self.rows: list[Row] = []
-        self._cache = new_cache()
+        self.cache = new_cache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
     def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
@@ -117,7 +122,7 @@ class RunningBatch:
         ids = torch.tensor([[row.token_ids[-1]] for row in self.rows])
         positions = self._mask.sum(dim=1, keepdim=True)
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        logits = self._forward(ids, self._mask, positions, self._cache)
+        logits = self._forward(ids, self._mask, positions, self.cache)
         _append_tokens(self.rows, logits, installed)
 
     def drop(self, is_done: Callable[[Row], bool]) -> list[Row]:
@@ -132,7 +137,7 @@ class RunningBatch:
             return gone
         self.rows = [self.rows[at] for at in kept]
         self._mask = self._mask[kept]
-        _select_rows(self._cache, torch.tensor(kept))
+        _select_rows(self.cache, torch.tensor(kept))
         self._trim()
         return gone
 
@@ -140,11 +145,11 @@ class RunningBatch:
         """Return a batch for each row, with a copy of its part of the cache."""
         parts = []
         for at, row in enumerate(self.rows):
-            part = RunningBatch(self._model)
+            part = RunningBatch(self._run_model)
             part.rows, part._mask = [row], self._mask[at : at + 1]
-            for number, layer in enumerate(self._cache.layers):
+            for number, layer in enumerate(self.cache.layers):
                 keys, values = layer.keys[at : at + 1], layer.values[at : at + 1]
-                part._cache.update(keys, values, number)
+                part.cache.update(keys, values, number)
             parts.append(part)
         return parts
 
@@ -155,7 +160,7 @@ class RunningBatch:
         positions: torch.Tensor,
         cache: Cache,
     ) -> torch.Tensor:
-        output = self._model(
+        output = self._run_model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -168,12 +173,12 @@ class RunningBatch:
 
     def _join(self, rows: list[Row], cache: Cache, mask: torch.Tensor) -> None:
         if not self.rows:
-            self.rows, self._cache, self._mask = rows, cache, mask
+            self.rows, self.cache, self._mask = rows, cache, mask
             return
         width = max(mask.shape[1], self._mask.shape[1])
         self.rows = self.rows + rows
         self._mask = torch.cat([_pad_mask(self._mask, width), _pad_mask(mask, width)])
-        for mine, theirs in zip(self._cache.layers, cache.layers, strict=True):
+        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             mine.keys = torch.cat([_pad_cache(mine.keys, width), _pad_cache(theirs.keys, width)])
             mine.values = torch.cat(
                 [_pad_cache(mine.values, width), _pad_cache(theirs.values, width)]
@@ -184,7 +189,7 @@ class RunningBatch:
         surplus = int(self._mask.argmax(dim=1).min())
         if surplus:
             self._mask = self._mask[:, surplus:]
-            for layer in self._cache.layers:
+            for layer in self.cache.layers:
                 layer.keys = layer.keys[:, :, surplus:]
                 layer.values = layer.values[:, :, surplus:]
 
@@ -195,8 +200,8 @@ class SoloBatches:
     A matrix product of another shape may add up in another order, and a padded attention too.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, run_model: RunModel) -> None:
+        self._run_model = run_model
         self.clear()
 
     @property
@@ -211,7 +216,7 @@ class SoloBatches:
     def prefill(self, jobs: Sequence[Job], installed: InstalledVersion) -> None:
         """Run each prompt alone; its choices part after the first token."""
         for job in jobs:
-            batch = RunningBatch(self._model)
+            batch = RunningBatch(self._run_model)
             batch.prefill([job], installed)
             self._batches += batch.split()
 

@@ -27,6 +27,18 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # the library has no type
         self.values = self._values.extended(self.values, value_states)
         return self.keys, self.values
 
+    def crop(self, max_length: int) -> None:
+        """Keep the first columns."""
+        if self.is_initialized:
+            self.keys = self._keys.cut(self.keys, max_length)
+            self.values = self._values.cut(self.values, max_length)
+
+
+def crop_cache(cache: Cache, columns: int) -> None:
+    """Forget what is behind the first ``columns``; the room stays."""
+    for layer in cache.layers:
+        layer.crop(columns)
+
 
 def new_cache() -> Cache:
     """Return an empty cache that grows by layers as a model asks."""
@@ -52,4 +64,11 @@ class _Room:
                 self._buffer[:, :, :width] = now
         self._buffer[:, :, width:grown] = new
         self._used = self._buffer[:, :, :grown]
+        return self._used
+
+    def cut(self, now: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the first columns of ``now``, in the room if they are there."""
+        if now is not self._used:
+            return now[:, :, :width]
+        self._used = self._buffer[:, :, : min(width, now.shape[-2])]
         return self._used

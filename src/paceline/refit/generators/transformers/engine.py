@@ -24,11 +24,13 @@ from paceline.refit.generators.protocol import (
     OnPiece,
     Sampling,
 )
+from paceline.refit.generators.transformers.assisted import AssistedBatches
 from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
-from paceline.refit.generators.transformers.loading import load_model
+from paceline.refit.generators.transformers.loading import LoadedModel, load_draft, load_model
+from paceline.refit.generators.transformers.loras import LoraSets
 from paceline.refit.generators.transformers.sampling import make_streams
-from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.sets import Models, WeightSets, hold_weights
 from paceline.refit.generators.transformers.text import GrowingText
 from paceline.refit.model import TensorBuffer
 
@@ -54,10 +56,10 @@ class TransformersEngine:
         self._config = config
         self._new_seed = new_seed
         self._loaded = load_model(config)
-        self._live = view_live_tensors(self._loaded.model, names=config.names)
+        draft = load_draft(config, self._loaded)
+        self._sets = _hold(config, self._loaded, draft)
         self._gate = PassGate(clock=clock)
-        batch_class = SoloBatches if config.reproducible else RunningBatch
-        self._batch: RunningBatch | SoloBatches = batch_class(self._loaded.model)
+        self._batch = _new_batch(config, self._sets, draft)
         self._work = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._is_closed = False
@@ -65,12 +67,25 @@ class TransformersEngine:
         self._thread.start()
 
     def live_tensors(self) -> Mapping[str, TensorBuffer]:
-        """Return writable views of the live bytes; the same each time."""
-        return self._live.buffers
+        """Return writable views of the live bytes; the same until the sets are exchanged."""
+        return self._sets.live().buffers
 
     def tensor_aliases(self) -> Mapping[str, str]:
         """Return further names of tied tensors -> the name in ``live_tensors``."""
-        return self._live.aliases
+        return self._sets.live().aliases
+
+    def spare_weights(self) -> WeightSets | LoraSets | None:
+        """Return the second set, where weights are held twice."""
+        return self._sets if self._sets.is_twice else None
+
+    def lora_sets(self) -> LoraSets | None:
+        """Return what takes LoRAs, where versions are LoRAs."""
+        return self._sets if isinstance(self._sets, LoraSets) else None
+
+    @property
+    def weights_held(self) -> str:
+        """How often the weights are held."""
+        return "twice" if self._sets.is_twice else "once"
 
     def at_safe_point(
         self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float
@@ -246,3 +261,26 @@ class TransformersEngine:
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
+
+
+def _new_batch(
+    config: EngineConfig, sets: WeightSets | LoraSets, draft: LoadedModel | None
+) -> RunningBatch | SoloBatches | AssistedBatches:
+    """Return what holds the choices in flight."""
+    if draft is not None and isinstance(sets, WeightSets):
+        return AssistedBatches(sets.run, sets.run_draft, draft_tokens=draft.vocabulary_size)
+    return (SoloBatches if config.reproducible else RunningBatch)(sets.run)
+
+
+def _hold(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None
+) -> WeightSets | LoraSets:
+    """Return what of the model comes as versions: its weights, or LoRAs of those it has."""
+    if config.lora:
+        return LoraSets(loaded.model)
+    return hold_weights(
+        Models(main=loaded.model, draft=None if draft is None else draft.model),
+        names=config.names,
+        wanted=config.weights,
+        memory_bytes=config.memory_bytes,
+    )

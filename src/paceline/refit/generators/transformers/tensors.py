@@ -1,12 +1,11 @@
 """A module's state as named views of its live bytes: each storage once, other names as aliases."""
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from paceline.core.errors import PreflightError, UsageError
+from paceline.core.errors import PreflightError
 from paceline.refit.model import TensorBuffer
 from paceline.refit.staging.torch_bytes import DTYPE_WORDS, byte_view, is_host_block
 
@@ -19,25 +18,15 @@ class LiveTensors:
     aliases: Mapping[str, str]
 
 
-NAMES = ("memory", "checkpoint")
-
-EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-"""Of all experts of a layer in one tensor [experts, ...]."""
-
-
-def view_live_tensors(module: torch.nn.Module, *, names: str = "memory") -> LiveTensors:
+def view_live_tensors(module: torch.nn.Module) -> LiveTensors:
     """Return writable byte views of every tensor in the state dict, persistent buffers included.
 
-    Under ``checkpoint`` names the tensors of a mixture's experts are views of their own. Names of
-    one tensor that is tied become one entry, under the name that comes first in the state dict.
-    The views are valid while the module keeps its tensors.
+    Names of one tensor that is tied become one entry, under the name that comes first in the state
+    dict. The views are valid while the module keeps its tensors.
 
     Raises:
-        UsageError: unknown kind of names.
         PreflightError: a tensor is not dense in CPU memory, or shares part of another's bytes.
     """
-    if names not in NAMES:
-        raise UsageError(f"unknown kind of names {names!r}; known: {', '.join(NAMES)}")
     buffers: dict[str, TensorBuffer] = {}
     aliases: dict[str, str] = {}
     owners: dict[tuple[int, int], str] = {}
@@ -53,31 +42,7 @@ def view_live_tensors(module: torch.nn.Module, *, names: str = "memory") -> Live
         else:
             raise PreflightError(f"{name} and {owner} are one storage in two shapes")
     _check_disjoint(owners)
-    if names == "checkpoint":
-        buffers = {part.name: part for each in buffers.values() for part in split_experts(each)}
     return LiveTensors(buffers=buffers, aliases=aliases)
-
-
-def split_experts(buffer: TensorBuffer) -> Iterator[TensorBuffer]:
-    """Yield the views that files have instead of one tensor of all experts, or the tensor itself.
-
-    Each expert's part is one block, and of ``gate_up_proj`` each half is: nothing is copied.
-    """
-    found = EXPERTS.fullmatch(buffer.name)
-    if found is None or len(buffer.shape) != 3:  # noqa: PLR2004 - [experts, rows, columns]
-        yield buffer
-        return
-    experts, rows, columns = buffer.shape
-    parts = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else (found[2],)
-    size = len(buffer.data) // (experts * len(parts))
-    for at in range(experts * len(parts)):
-        expert, part = divmod(at, len(parts))
-        yield replace(
-            buffer,
-            name=f"{found[1]}.{expert}.{parts[part]}.weight",
-            shape=(rows // len(parts), columns),
-            data=buffer.data[at * size : (at + 1) * size],
-        )
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 
+from paceline.core.address import join_address, told_as
 from paceline.core.errors import PreflightError
 from paceline.refit.model import WeightVersionShardManifest
 from paceline.refit.staging.shelf import HeldObject, ManifestShelf, ObjectShelf
@@ -84,10 +85,9 @@ class HttpObjectServer:
         self.token = token
         self.options = options or HttpServerOptions()
         self._listener = _listen(self, host, port)
-        name = self.options.advertise_host or host
-        shown = f"[{name}]" if ":" in name else name
+        name = self.options.advertise_host or told_as(host)
         scheme = "https" if self.options.tls else "http"
-        self._endpoint = f"{scheme}://{shown}:{self._listener.server_address[1]}"
+        self._endpoint = f"{scheme}://{join_address(name, self._listener.server_address[1])}"
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
             kwargs={"poll_interval": 0.05},
