@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,7 @@ def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None
         run.control.set_pin(Pin(model_name="m", workers="a-*", version_id=target))
         wanted = target or run.uid
         wait_until(
-            lambda wanted=wanted: step(follower) == (EngineState.READY, wanted),
+            partial(lambda goal: step(follower) == (EngineState.READY, goal), wanted),
             what=wanted,
             clock=system_clock(),
             timeout_s=PATIENCE_S,

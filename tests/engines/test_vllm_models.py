@@ -20,7 +20,7 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 
-MOE_SIZES = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 24}
+MOE_SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 24}
 """Experts of a width that vLLM pads for the CPU."""
 
 

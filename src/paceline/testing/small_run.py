@@ -13,7 +13,7 @@ from paceline.core.registry import load_entry
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
 from paceline.refit.generators.protocol import EngineConfig
-from paceline.refit.generators.transformers.tensors import view_live_tensors
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.model import TensorBuffer, WeightVersion
 from paceline.refit.transports.registry import OBJECT_SERVERS
 from paceline.testing.fakes.trainer import FakeTrainer, State, root_of
@@ -23,7 +23,7 @@ DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 
 def state_of(model: torch.nn.Module) -> dict[str, TensorBuffer]:
     """Copy a model's bytes, named as in files; a tied tensor appears once."""
-    views = view_live_tensors(model, names="checkpoint").buffers
+    views = view_named(model, "checkpoint").buffers
     return {name: replace(view, data=memoryview(bytes(view.data))) for name, view in views.items()}
 
 
@@ -56,7 +56,7 @@ class SmallRun:
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
         server = server_class(token=lambda: DATA_TOKEN)
         self._parts.callback(server.close)
-        aliases = tuple(sorted(view_live_tensors(model).aliases.items()))
+        aliases = tuple(sorted(view_named(model, "checkpoint").aliases.items()))
         self.trainer = FakeTrainer(self.control, server, aliases=aliases, chunk_bytes=None)
         self.config = compose.EngineServiceConfig(
             engine=EngineConfig(model_dir=model_dir),

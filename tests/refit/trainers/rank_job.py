@@ -174,7 +174,7 @@ def publish_all(folder: Path, layout: str, build: Callable[[], Built]) -> None:
         assert isinstance(publisher, Publisher)
         with publisher:
             for step in range(STEPS):
-                publisher.publish(step=10 * step)
+                publisher.publish(step=10 * step).result()
                 state = full_state(model)
                 if distributed.get_rank() == 0:
                     torch.save(state, folder / f"{layout}-{step}.part")

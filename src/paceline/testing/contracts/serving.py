@@ -52,7 +52,7 @@ class Served:
         body = {"prompt": list(prompt), "stream": True, **fields}
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            lines = []
+            lines: list[str] = []
             for line in filter(None, response.iter_lines()):
                 if not lines:
                     first()
@@ -172,7 +172,12 @@ class ServingContract(ABC):
     def test_a_stream_is_the_same_choice(self, served: Served) -> None:
         """Pieces joined are what the whole answer says, for the same seed."""
         self.install(served, V1)
-        fields = {"max_tokens": 6, "seed": 4, "logprobs": 0, "ignore_eos": True}
+        fields: dict[str, Any] = {
+            "max_tokens": 6,
+            "seed": 4,
+            "logprobs": 0,
+            "ignore_eos": True,
+        }
         whole = served.complete(self.prompt, **fields).json()["choices"][0]
         pieces = served.stream(self.prompt, **fields)
         assert [t for piece in pieces for t in piece["token_ids"]] == whole["token_ids"]

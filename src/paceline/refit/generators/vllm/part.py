@@ -181,7 +181,9 @@ class ModelPart:
 @contextmanager
 def _packing_experts(modules: Iterable[Any]) -> Iterator[None]:
     """Let vLLM pack experts for the CPU again: it does only while a layer has no kernel yet."""
-    methods = [getattr(each, "quant_method", None) for one in modules for each in one.modules()]
+    methods: list[Any] = [
+        getattr(each, "quant_method", None) for one in modules for each in one.modules()
+    ]
     kernels = [
         (method, method.moe_kernel)
         for method in methods
