@@ -34,3 +34,13 @@ class TestPricedBackend(backend.TestPriced):  # type: ignore[name-defined,misc] 
 TestCountingReader = run_guide("add-a-transport").TestCounting
 TestNumpyTrainer = run_guide("add-a-trainer").TestNumpy
 TestTableEngine = run_guide("add-a-generator").TestTable
+
+
+def test_what_the_trainers_guide_declares() -> None:
+    """Its policy and its rules do what the text around them says."""
+    guide = run_guide("trainers")
+    assert guide.policy.decide("l.gate.weight", held="F32") == ("F32", "*.gate.weight")
+    assert guide.ready.decide("l.up.weight", held="F32") == ("BF16", "*")
+    wanted = "decoder.layers.0.mlp.shared_experts.linear_fc2.weight"
+    found = guide.named(wanted, guide.names, layers=[3])
+    assert found.names == ("model.layers.3.mlp.shared_expert.down_proj.weight",)

@@ -4,6 +4,7 @@ One process, real gRPC and HTTP on loopback; the engine is bytes without a model
 """
 
 import importlib.util
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from paceline.refit.control.auth import read_private_json, write_private_json
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.staging.torch_bytes import byte_view
-from paceline.system import system_clock
+from paceline.system import environ, system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 
 FOLDER = Path(__file__).parents[2] / "examples" / "loops"
@@ -146,6 +147,17 @@ def test_torchrun_loop_as_its_only_process(engine: Engine, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     load("torchrun_loop").main(STEPS)
     for tensor, wanted in trained(STEPS).items():
+        assert torch.equal(engine.tensor(tensor), wanted.view(-1)), tensor
+
+
+@pytest.mark.slow
+def test_torchrun_loop_with_two_processes(engine: Engine) -> None:
+    """Each of two processes publishes its half of every tensor, and the engine has all of it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(FOLDER / "torchrun_loop.py")]
+    sources = {"PYTHONPATH": str(FOLDER.parents[1] / "src")}
+    subprocess.run(command, env={**environ(), **sources}, check=True, timeout=110)
+    for tensor, wanted in trained(3).items():
         assert torch.equal(engine.tensor(tensor), wanted.view(-1)), tensor
 
 

@@ -5,7 +5,10 @@ own description of its layout; tests against the library itself are marked slow.
 """
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ from paceline.refit.model import TrainerStagingMode, WeightPayloadFormat
 from paceline.refit.trainers.megatron import Grid, MegatronTrainer
 from paceline.refit.trainers.protocol import Collected, SupportsSlots
 from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.system import environ
 from paceline.testing.clock import FakeClock
 
 HIDDEN, WIDE, HEAD, VOCABULARY = 6, 8, 3, 11
@@ -254,3 +258,24 @@ def test_what_is_not_known_is_refused() -> None:
         trainer_of(few.held(Grid(tp=(0, 2))), Grid(tp=(0, 4)))
     with pytest.raises(ValueError, match="bind_tensors"):
         _ = MegatronTrainer(clock=FakeClock(), vocabulary=1).expected_source_slots
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_published_weights_are_megatrons_model(processes: int) -> None:
+    """A real GPTModel, tensor parallel over gloo: `transformers` makes the same of its parts."""
+    job = Path(__file__).with_name("megatron_job.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(job)]
+    sources = Path(__file__).parents[3] / "src"
+    done = subprocess.run(
+        command,
+        env={**environ(), "PYTHONPATH": str(sources)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("logits agree") == processes

@@ -6,7 +6,6 @@ nothing is gathered. Heads are interleaved in Megatron's fused projections, so q
 values are put in order while they are copied; all else is a view.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from paceline.refit.trainers.megatron_names import (
     named,
 )
 from paceline.refit.trainers.protocol import Collected
+from paceline.refit.trainers.sharded import ShardedTrainer
 from paceline.refit.trainers.topology import (
     Cut,
     MeshAxes,
@@ -35,9 +35,6 @@ from paceline.refit.trainers.topology import (
     plan_ownership,
     region_of,
 )
-from paceline.refit.trainers.torch_module import TorchModuleTrainer
-
-log = logging.getLogger(__name__)
 
 _AXES: Final = ("dp", "ep", "tp")
 _TP: Final = 2
@@ -248,8 +245,8 @@ class MegatronSource:
         return TensorSpec(shape=tuple(shape), num_bytes=size, cuts=cuts)
 
 
-class MegatronTrainer(TorchModuleTrainer):
-    """Signs what TorchModuleTrainer signs, and SupportsSlots."""
+class MegatronTrainer(ShardedTrainer):
+    """Signs what ShardedTrainer signs."""
 
     def __init__(
         self,
@@ -259,7 +256,7 @@ class MegatronTrainer(TorchModuleTrainer):
         names: Sequence[Rule] = DECODER,
         **options: Any,
     ) -> None:
-        """Set up; tensors come with ``bind_tensors``.
+        """Set up; tensors come with ``bind_tensors``, on every process.
 
         Args:
             vocabulary: rows that the checkpoint's embedding has; Megatron adds some.
@@ -269,46 +266,26 @@ class MegatronTrainer(TorchModuleTrainer):
         """
         super().__init__(**options)
         self._vocabulary, self._grid, self._names = vocabulary, grid, names
-        self._shards: MegatronSource | None = None
 
-    @property
-    def expected_source_slots(self) -> tuple[str, ...]:
-        """The slots of all processes, sorted. Raises ValueError before tensors are bound."""
-        if self._shards is None:
-            raise ValueError("bind_tensors was not called")
-        return self._shards.slots
-
-    def bind_tensors(self, tensors: Any) -> str:
-        """Take one of Megatron's models, once; call it on every process.
-
-        Raises:
-            ValueError: bound already, a layout or a name that is not known, or no part is here.
-        """
-        if self._shards is None:
-            model = _unwrapped(tensors)
-            config = model.config
-            grid = self._grid or Grid.here()
-            is_tied = bool(getattr(model, "share_embeddings_and_output_weights", False))
-            if is_tied and grid.pp[1] > 1:
-                raise ValueError("an embedding tied over pipeline stages is not known: untie it")
-            self._shards = MegatronSource(
-                model,
-                grid=grid,
-                heads=Heads(
-                    count=config.num_attention_heads,
-                    groups=config.num_query_groups or config.num_attention_heads,
-                    size=config.kv_channels,
-                ),
-                vocabulary=self._vocabulary,
-                names=self._names,
-                is_tied=is_tied,
-            )
-            self._slot = self._shards.slot
-        return super().bind_tensors(tensors)
-
-    def _collect(self, source: Any) -> Collected:
-        assert self._shards is not None  # noqa: S101 - bound first
-        return self._shards.collect()
+    def _source_of(self, tensors: Any) -> MegatronSource:
+        model = _unwrapped(tensors)
+        config = model.config
+        grid = self._grid or Grid.here()
+        is_tied = bool(getattr(model, "share_embeddings_and_output_weights", False))
+        if is_tied and grid.pp[1] > 1:
+            raise ValueError("an embedding tied over pipeline stages is not known: untie it")
+        return MegatronSource(
+            model,
+            grid=grid,
+            heads=Heads(
+                count=config.num_attention_heads,
+                groups=config.num_query_groups or config.num_attention_heads,
+                size=config.kv_channels,
+            ),
+            vocabulary=self._vocabulary,
+            names=self._names,
+            is_tied=is_tied,
+        )
 
 
 def _owned(grid: Grid, parts: Sequence[_Part]) -> Ownership:

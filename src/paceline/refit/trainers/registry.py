@@ -6,6 +6,7 @@ TRAINER_ENGINES: dict[str, LazyEntry] = {
     "torch": LazyEntry("paceline.refit.trainers.torch_module", "TorchModuleTrainer", "train"),
     "peft": LazyEntry("paceline.refit.trainers.peft", "PeftTrainer", "peft"),
     "megatron": LazyEntry("paceline.refit.trainers.megatron", "MegatronTrainer", "train"),
+    "deepspeed": LazyEntry("paceline.refit.trainers.deepspeed", "ZeroTrainer", "train"),
     "sharded": LazyEntry("paceline.refit.trainers.sharded", "ShardedTrainer", "train"),
 }
 """Name -> class that signs TrainerEngineAdapter."""

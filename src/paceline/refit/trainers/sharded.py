@@ -17,14 +17,22 @@ from paceline.refit.trainers.protocol import Collected
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 
 
-class _Source(Protocol):
-    @property
-    def slot(self) -> str: ...
+class ShardSource(Protocol):
+    """What one process publishes of a model; made once, when the tensors are bound."""
 
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slot(self) -> str:
+        """This process's contribution."""
+        ...
 
-    def collect(self) -> Collected: ...
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Everybody's."""
+        ...
+
+    def collect(self) -> Collected:
+        """Return this process's parts as they are now; nothing is copied."""
+        ...
 
 
 class ShardedTrainer(TorchModuleTrainer):
@@ -43,7 +51,7 @@ class ShardedTrainer(TorchModuleTrainer):
         """
         super().__init__(**options)
         self._mesh = mesh
-        self._shards: _Source | None = None
+        self._shards: ShardSource | None = None
 
     @property
     def expected_source_slots(self) -> tuple[str, ...]:
@@ -67,11 +75,7 @@ class ShardedTrainer(TorchModuleTrainer):
             ValueError: bound already, a layout that is not known, or nothing is this process's.
         """
         if self._shards is None:
-            inner = tensors.module if isinstance(tensors, DistributedDataParallel) else tensors
-            if has_flat(inner):
-                self._shards = FlatSource(inner)
-            else:
-                self._shards = MeshSource(inner, mesh=self._mesh)
+            self._shards = self._source_of(tensors)
             self._slot = self._shards.slot
             if self._slot not in self._shards.slots:
                 raise ValueError(
@@ -79,6 +83,13 @@ class ShardedTrainer(TorchModuleTrainer):
                     "or rows, than there are processes; publish it from one process, alone"
                 )
         return super().bind_tensors(tensors)
+
+    def _source_of(self, tensors: Any) -> ShardSource:
+        """Return what finds this process's parts. Raises ValueError for an unknown layout."""
+        inner = tensors.module if isinstance(tensors, DistributedDataParallel) else tensors
+        if has_flat(inner):
+            return FlatSource(inner)
+        return MeshSource(inner, mesh=self._mesh)
 
     def _collect(self, source: Any) -> Collected:
         assert self._shards is not None  # noqa: S101 - bound first

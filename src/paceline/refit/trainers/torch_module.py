@@ -142,7 +142,6 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
         self._sent: tuple[Sent, ...] = ()
-        self._narrowed: frozenset[str] = frozenset()
         self._layout: ShardLayout | None = None
         self._base: Capture | None = None
         self._base_on_device: DeviceArena | None = None
