@@ -84,7 +84,7 @@ class Trained:
 
 def base_of(model: Any) -> torch.nn.Module:
     """Return a model without its LoRA, names and all."""
-    fresh = tiny_model(Path(model.get_base_model().config._name_or_path), seed=0)
+    fresh: torch.nn.Module = tiny_model(Path(model.get_base_model().config._name_or_path), seed=0)
     fresh.load_state_dict(
         {
             name.replace("base_layer.", ""): tensor

@@ -162,7 +162,7 @@ class TestWhen:
             inside.set()
             leave.wait(30)
 
-        handle = follower.engine._sets._sets[0].models.main.register_forward_pre_hook(hold)
+        handle = follower.models.main.register_forward_pre_hook(hold)
         future = follower.gate.submit(PROMPTS[2], GREEDY)
         assert inside.wait(30)
         updating = threading.Thread(target=follower.settle)
