@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +30,22 @@ def at_most(name: str, value: float, limit: float) -> Bar:
 def at_least(name: str, value: float, limit: float) -> Bar:
     """Return a bar that is kept while ``value`` reaches ``limit``."""
     return Bar(name=name, value=round(value, 4), limit=limit, ok=value >= limit)
+
+
+def best_of_rounds(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return each way's seconds, the best of rounds in turn: others only slow us down."""
+    best = dict.fromkeys(ways, math.inf)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+def note(text: str) -> None:
+    """Say how far it is, where it does no harm."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, object]:

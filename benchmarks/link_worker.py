@@ -1,4 +1,4 @@
-"""One process of transport_links.py: a trainer, a receiver or the control service, on its machine.
+"""One process of a run on networks: trainer, receiver, control service or bucket, on its machine.
 
 Takes one JSON object as its argument, and commands as lines of JSON; answers in lines of JSON.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.refit import compose
-from paceline.refit.compose.data import DataPlane
+from paceline.refit.compose.data import DataPlane, open_reader, open_source
 from paceline.refit.compose.supply import open_supply
 from paceline.refit.control.auth import Credentials
 from paceline.refit.manifest.signature import sign_manifest, signing_key
@@ -25,6 +25,7 @@ from paceline.refit.receiver.loop import Receiver, ReceiverConfig
 from paceline.refit.receiver.spread import Order, Spread
 from paceline.system import chance, system_clock
 from paceline.testing.fakes.generator import FakeGenerator
+from paceline.testing.moto_server import serve_s3
 
 MODEL, RUN = "m", "run"
 TOKEN = "data-token-of-the-benchmark"  # noqa: S105 - of nothing
@@ -50,6 +51,24 @@ def serve_control(given: dict[str, Any]) -> None:
     for _ in commands():
         break
     service.stop()
+
+
+def serve_bucket(given: dict[str, Any]) -> None:
+    """Serve S3."""
+    with serve_s3(host=given["host"]) as s3:
+        say(endpoint=s3.endpoint, bucket=s3.url("run"))
+        for _ in commands():
+            break
+
+
+def plane_of(given: dict[str, Any]) -> DataPlane:
+    """Return what this process serves and reads through."""
+    return DataPlane(
+        host=given["host"],
+        transports=tuple(given.get("transports", ("http",))),
+        bucket=given.get("bucket", ""),
+        allow_http_bucket=True,
+    )
 
 
 def tunnel(given: dict[str, Any]) -> None:
@@ -83,7 +102,6 @@ def train(given: dict[str, Any]) -> None:
 
     from paceline.refit.publisher import Publisher, PublisherOptions
     from paceline.refit.trainers.torch_module import TorchModuleTrainer
-    from paceline.refit.transports.http.server import HttpObjectServer
 
     generator = np.random.default_rng(0)
     words = [
@@ -101,7 +119,7 @@ def train(given: dict[str, Any]) -> None:
     trainer = TorchModuleTrainer(clock=clock, arenas=3)
     trainer.bind_tensors(weights)
     key = signing_key(given["signing_key"])
-    server = HttpObjectServer(token=lambda: TOKEN, host=given["host"])
+    server = open_source(plane_of(given), token=lambda: TOKEN, name="trainer")
     publisher = Publisher(
         control=connect(given, "trainer"),
         trainer=trainer,
@@ -127,7 +145,7 @@ def train(given: dict[str, Any]) -> None:
                 count = int(raw.size * command["changed"])
                 at = generator.integers(0, raw.size, count)
                 raw[at] += generator.choice(np.array([-1, 1], dtype=np.int16), count)
-        published = publisher.publish(step=0)
+        published = publisher.publish(step=0).result()
         say(
             payload_bytes=published.payload_bytes,
             full_bytes=published.full_bytes,
@@ -175,8 +193,6 @@ class TimedSpread(Spread):
 
 def receive(given: dict[str, Any]) -> None:
     """Follow the run and serve on what was fetched; say what is installed."""
-    from paceline.refit.transports.http.reader import HttpObjectReader
-
     engine = FakeGenerator(
         [
             TensorBuffer(
@@ -195,13 +211,13 @@ def receive(given: dict[str, Any]) -> None:
             size, seconds = receive_raw(command["host"], command["port"])
             say(bytes=size, raw_s=seconds)
         elif command["do"] == "follow":
-            follow(given, engine, parts, HttpObjectReader)
+            follow(given, engine, parts)
         elif command["do"] == "stop":
             break
     parts.close()
 
 
-def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_class: Any) -> None:
+def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any) -> None:
     """Start a receiver in a thread, and one that tells what it has installed."""
     clock = system_clock()
     control = connect(given, "generator")
@@ -212,9 +228,8 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
         data_token=TOKEN,
         verify_key=given["verify_key"],
     )
-    supply = open_supply(
-        credentials, DataPlane(host=given["host"]), board=control, worker_id=name, parts=parts
-    )
+    plane = plane_of(given)
+    supply = open_supply(credentials, plane, board=control, worker_id=name, parts=parts)
     assert supply.spread is not None
     spread = TimedSpread(supply.spread.swarm)
     receiver = Receiver(
@@ -228,7 +243,7 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
         ),
         control=control,
         engine=engine,
-        reader=reader_class(token=lambda: TOKEN, clock=clock, chance=chance),
+        reader=open_reader(plane, token=lambda: TOKEN, name=name),
         clock=clock,
         chance=chance,
         supply=Supply(verify_key=supply.verify_key, spread=spread),
@@ -256,5 +271,11 @@ def follow(given: dict[str, Any], engine: FakeGenerator, parts: Any, reader_clas
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
-    roles = {"control": serve_control, "trainer": train, "receiver": receive, "tunnel": tunnel}
+    roles = {
+        "bucket": serve_bucket,
+        "control": serve_control,
+        "receiver": receive,
+        "trainer": train,
+        "tunnel": tunnel,
+    }
     roles[arguments["role"]](arguments)

@@ -1,12 +1,14 @@
 """Seeded runs that go wrong in every way, and what 500 machines cost to look after.
 
 `python benchmarks/orchestrator.py --json` tells as many stories as fit into half a minute; with
-SEEDS=20000 the full number. Bars: nothing billing off record, no cap passed, no wait past its
-deadline, the same story for the same seed; a reconcile of 500 machines on five backends in a second
-of CPU, `paceline ls` with as many on record in half a second.
+SEEDS=20000 the full number. With `--keep FILE` stories are kept there as they are told, and a call
+that was ended goes on where it was: for one state of the code. Bars: nothing billing off record, no
+cap passed, no wait past its deadline, the same story for the same seed; a reconcile of 500 machines
+on five backends in a second of CPU, `paceline ls` with as many on record in half a second.
 """
 
 import itertools
+import json
 import logging
 import os
 import subprocess
@@ -15,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from bars import Bar, at_least, at_most, run
+from bars import Bar, at_least, at_most, option, run
 
 from paceline.rental.orchestrator import Orchestrator, RentRequest
 from paceline.store.sqlite import SqliteStore
@@ -33,12 +37,12 @@ _NUM_BACKENDS = 5
 _NUM_LS = 5
 
 
-def measure() -> Sequence[Bar]:
+def measure(keep: str) -> Sequence[Bar]:
     """Tell stories, then count calls."""
     logging.disable(logging.CRITICAL)
     num_seeds = int(os.environ.get("SEEDS", _NUM_SEEDS))
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        stories = list(pool.map(tell, range(num_seeds), chunksize=25))
+        stories = told(pool, num_seeds, Path(keep) if keep else None)
         again = list(pool.map(tell, range(_NUM_REPLAYS), chunksize=5))
     for story in stories:
         for problem in story.problems:
@@ -60,6 +64,26 @@ def measure() -> Sequence[Bar]:
         at_most(f"CPU s to reconcile {_NUM_MACHINES} machines", reconcile_s, 1.0),
         at_most(f"s for paceline ls with {_NUM_MACHINES} machines", ls_s, 0.5),
     ]
+
+
+def told(pool: ProcessPoolExecutor, num_seeds: int, keep: Path | None) -> list[Story]:
+    """Return a story for every seed; those that were kept are not told again."""
+    if keep is None:
+        return list(pool.map(tell, range(num_seeds), chunksize=25))
+    keep.touch()
+    kept = {story.seed: story for story in map(_read, keep.read_text().splitlines())}
+    missing = [seed for seed in range(num_seeds) if seed not in kept]
+    with keep.open("a") as file:
+        for story in pool.map(tell, missing, chunksize=25):
+            file.write(json.dumps(asdict(story)) + "\n")
+            file.flush()
+            kept[story.seed] = story
+    return [kept[seed] for seed in range(num_seeds)]
+
+
+def _read(line: str) -> Story:
+    fields = json.loads(line)
+    return Story(**{**fields, "log": (), "problems": tuple(fields["problems"])})
 
 
 def tell(seed: int) -> Story:
@@ -133,4 +157,4 @@ def ls_once(state_dir: Path) -> float:
 
 
 if __name__ == "__main__":
-    run(measure, "the orchestrator under simulation, and at scale")
+    run(partial(measure, option("--keep", "")), "the orchestrator under simulation, and at scale")

@@ -4,6 +4,7 @@
 on them, not for figures.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import bars
@@ -23,8 +24,18 @@ def main() -> None:
     """Measure and print."""
     size = int(bars.option("--size-mib", str(_SIZE_BYTES // 2**20))) * 2**20
     only = bars.option("--only", ",".join(_QUESTIONS)).split(",")
+
+    def measure() -> Sequence[Bar]:
+        found: list[Bar] = []
+        for name in only:
+            started = time.monotonic()
+            bars.note(f"{name}: measuring")
+            found += _QUESTIONS[name](size)
+            bars.note(f"{name}: took {time.monotonic() - started:.0f} s")
+        return found
+
     bars.run(
-        lambda: [bar for name in only for bar in _QUESTIONS[name](size)],
+        measure,
         "The data plane: NIXL, HTTP, memory, object stores.",
     )
 

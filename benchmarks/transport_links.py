@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from bars import Bar, at_least, at_most, option, run
+from bars import Bar, at_least, at_most, note, option, run
 
 from paceline.refit import compose
 from paceline.testing.netns import NetworkRefusedError, Networks, networks
@@ -158,11 +158,6 @@ def world(size: Mapping[str, int]) -> Iterator[World]:
         made = World(nets, folder, size)
         parts.callback(made.close)
         yield made
-
-
-def note(text: str) -> None:
-    """Say how far it is, where it does no harm."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def links() -> Sequence[Bar]:

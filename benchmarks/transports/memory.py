@@ -6,18 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from bars import Bar, at_most
 
-from paceline.refit.digest import content_digest, root_digest
-from paceline.refit.manifest.payload import describe_object, render_header
-from paceline.refit.manifest.v1 import Manifest, PayloadObject, Scheme, Segment
-from paceline.refit.model import Shard, TensorEntry, WeightPayloadFormat
+from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.system import chance, system_clock
 from transports.processes import answer_of, beside
+from transports.weights import noise, shard_at
 
 _TOKEN = "of-this-benchmark"  # noqa: S105 - not a secret
 
@@ -33,42 +30,10 @@ def measure(num_bytes: int) -> list[Bar]:
     return bars
 
 
-def _payload(num_bytes: int) -> tuple[Manifest, list[memoryview]]:
-    data = np.random.default_rng(1).integers(0, 2**16, num_bytes // 2, dtype=np.uint16)
-    parts = [memoryview(render_header(WeightPayloadFormat.FULL_TENSOR)), data.data.cast("B")]
-    item: PayloadObject = describe_object(parts)
-    entry = TensorEntry(
-        name="w",
-        dtype="BF16",
-        shape=(len(data),),
-        digest=content_digest(parts[1]),
-        num_bytes=data.nbytes,
-    )
-    segment = Segment(
-        tensor="w",
-        scheme=Scheme.RAW,
-        object_id=item.object_id,
-        offset=64,
-        num_bytes=data.nbytes,
-        changed_elements=len(data),
-    )
-    manifest = Manifest(
-        payload_format=WeightPayloadFormat.FULL_TENSOR,
-        source_slot_id="s",
-        base_root=None,
-        root_digest=root_digest([entry]),
-        tensors=(entry,),
-        aliases=(),
-        objects=(item,),
-        segments=(segment,),
-    )
-    return manifest, parts
-
-
 def _serve(connection: Any, num_bytes: int) -> None:
-    manifest, parts = _payload(num_bytes)
+    manifest, data = noise(num_bytes, tensors=1)
     server = HttpObjectServer(token=lambda: _TOKEN)
-    server.serve_object(manifest.objects[0].object_id, parts)
+    server.serve_object(manifest.objects[0].object_id, [data])
     connection.send((server.endpoint, manifest))
     connection.recv()
     server.close()
@@ -76,15 +41,6 @@ def _serve(connection: Any, num_bytes: int) -> None:
 
 def _fetch(endpoint: str, manifest: Manifest) -> int:
     reader = HttpObjectReader(token=lambda: _TOKEN, clock=system_clock(), chance=chance)
-    source = Shard(
-        version_id="v",
-        source_slot_id="s",
-        worker_id="t",
-        tensor_count=1,
-        total_bytes=1,
-        manifest_digest="",
-        manifest_endpoint=f"{endpoint}/v1/manifests/v/s",
-    )
     with tempfile.TemporaryDirectory(dir="/var/tmp") as spool:  # not in memory, as /tmp may be
         limits = FetchLimits(spool_dir=Path(spool))
         parts = FetchParts(clock=system_clock(), limits=limits)
@@ -97,7 +53,9 @@ def _fetch(endpoint: str, manifest: Manifest) -> int:
 
         thread = threading.Thread(target=watch)
         thread.start()
-        found = Fetcher(reader, parts).fetch_objects(manifest, [source], bytes_max=2**40)
+        found = Fetcher(reader, parts).fetch_objects(
+            manifest, [shard_at(endpoint)], bytes_max=2**40
+        )
         done.set()
         thread.join()
         assert sum(len(data) for data in found.values()) == manifest.objects[0].num_bytes

@@ -3,13 +3,13 @@
 import os
 import socket
 import tempfile
-import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bars import Bar, at_least
+from bars import Bar, at_least, best_of_rounds
 
 from paceline.refit.control.tls import issue, new_authority
 from paceline.refit.model import ObjectRange
@@ -42,18 +42,13 @@ def measure(num_bytes: int) -> list[Bar]:
                 chance=chance,
                 options=HttpReaderOptions(trusted=authority),
             )
-            seconds: dict[str, list[float]] = {"bare": [], "http": [], "https": []}
-            for _ in range(_ROUNDS):
-                for name, found in seconds.items():
-                    started = time.perf_counter()
-                    if name == "bare":
-                        _read_bare(port, num_bytes, target.data)
-                    else:
-                        endpoint = plain if name == "http" else secret
-                        _read(reader, endpoint, num_bytes, target.data)
-                    found.append(time.perf_counter() - started)
+            ways: dict[str, Callable[[], None]] = {
+                "bare": lambda: _read_bare(port, num_bytes, target.data),
+                "http": lambda: _read(reader, plain, num_bytes, target.data),
+                "https": lambda: _read(reader, secret, num_bytes, target.data),
+            }
+            best = best_of_rounds(ways, _ROUNDS)
             reader.close()
-    best = {name: min(found) for name, found in seconds.items()}
     return [
         at_least("http_of_bare_sockets", best["bare"] / best["http"], 0.85),
         at_least("https_of_bare_sockets", best["bare"] / best["https"], 0.0),

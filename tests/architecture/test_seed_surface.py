@@ -86,7 +86,8 @@ def test_fields_are_the_same_in_order_type_and_default(
         assert not field.kw_only
     assert len(ours) >= len(facts["fields"])
     for field in ours[len(facts["fields"]) :]:
-        assert field.default is not dataclasses.MISSING
+        given = {field.default, field.default_factory} - {dataclasses.MISSING}
+        assert given, f"{field.name} needs a default"
     for method in facts["methods"]:
         assert hasattr(cls, method)
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from paceline.testing.fakes.gpus import FakeGpus
 from paceline.testing.fakes.machine import FakeMachine, has_sshd, make_key_pair
+from paceline.testing.fakes.machines import SshMachines
 
 
 def can_make() -> bool:
@@ -26,11 +28,19 @@ def _ip(*words: str) -> None:
 class Hosts:
     """Some hosts, each alone with this computer at the other end of its wire."""
 
-    def __init__(self, root: Path, names: tuple[str, ...], *, path: str) -> None:
+    def __init__(
+        self, root: Path, names: tuple[str, ...], *, path: str, is_routed: bool = False
+    ) -> None:
         self.root = root
         self.path = path
         self.names = names
+        self.is_routed = is_routed
+        """They send all that is not for their own wire to this computer, which hands nothing on."""
+        self.public_host = ""
+        """An address of this computer that all of them reach then."""
         self.machines: dict[str, FakeMachine] = {}
+        self.places: dict[str, tuple[str, str]] = {}
+        """Address and namespace of hosts without a machine yet."""
         self._key = root / "key"
 
     def __enter__(self) -> Self:
@@ -49,6 +59,11 @@ class Hosts:
             _ip("-n", netns, "addr", "add", f"{theirs}/30", "dev", f"{wire}b")
             _ip("-n", netns, "link", "set", f"{wire}b", "up")
             _ip("-n", netns, "link", "set", "lo", "up")
+            if self.is_routed:
+                _ip("-n", netns, "route", "add", "default", "via", ours)
+                self.public_host = self.public_host or ours
+                self.places[name] = (theirs, netns)
+                continue
             machine = FakeMachine(
                 self.root / name,
                 authorized_keys=[public],
@@ -82,6 +97,27 @@ class Hosts:
             subprocess.run(
                 [_program(), "netns", "del", self._netns(name)], check=False, capture_output=True
             )
+
+
+class RentedHosts(SshMachines):
+    """Machines of a provider in namespaces, all behind one public address of this computer."""
+
+    def __init__(self, root: Path, hosts: Hosts) -> None:
+        super().__init__(root)
+        self.public_host = hosts.public_host
+        self._path = hosts.path
+        self._places = iter(hosts.places.values())
+
+    def make(
+        self, root: Path, *, environ: Mapping[str, str] | None, gpus: FakeGpus | None
+    ) -> FakeMachine:
+        host, netns = next(self._places)
+        return FakeMachine(
+            root, host=host, netns=netns, path=self._path, environ=environ, gpus=gpus
+        )
+
+    def door_of(self, instance_id: str, machine: FakeMachine) -> tuple[str, int]:
+        return self.publish(instance_id, machine.port)
 
 
 def write_hosts(directory: Path, machines: Mapping[str, FakeMachine], *, key: Path) -> None:

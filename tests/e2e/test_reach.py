@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.namespaces import Hosts, can_make
+from e2e.namespaces import Hosts, RentedHosts, can_make
 from e2e.operating import ROOT, Operator
+from paceline.system import system_clock
+from paceline.testing.fakes.registry import FAKES, serve_fake
 
 pytestmark = [
     pytest.mark.e2e,
@@ -20,10 +22,12 @@ pytestmark = [
 
 TRAINER = """
 import sys, time, urllib.request
+from pathlib import Path
 from paceline.refit.compose import connect_control, load_credentials
 from paceline.refit.compose.trainer import run_settings
 from paceline.refit.model import Event, TensorBuffer
 from paceline.refit.transports.http.server import HttpObjectServer
+from paceline.refit.transports.routes import Routes
 from paceline.system import environ
 from paceline.testing.fakes.trainer import FakeTrainer, root_of
 
@@ -56,19 +60,22 @@ if "wait" in sys.argv:
     while not os.path.exists("go"):
         time.sleep(0.1)
 report = publish(1)
-said = urllib.request.urlopen(report.endpoint, timeout=20).read()
+near = Routes(Path(environ()["PACELINE_ROUTES"])).of(report.endpoint)
+said = urllib.request.urlopen(near, timeout=20).read()
 assert said == b"here", said
-print("weights at", server.endpoint, "control at", settings.control, "engine at", report.endpoint)
+print("weights at", server.endpoint, "control at", settings.control, "engine at", near)
 """
 
 ROLLOUT = """
 import threading
+from pathlib import Path
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from paceline.refit.compose import connect_control, load_credentials
 from paceline.refit.compose.trainer import run_settings
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
-from paceline.refit.transports.http.reader import HttpObjectReader
+from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
+from paceline.refit.transports.routes import Routes
 from paceline.system import chance, environ, system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 
@@ -86,7 +93,8 @@ receiver = Receiver(
     ReceiverConfig(worker_id=f"{settings.run_id}-rollout", model_name="m", run_id=settings.run_id,
         endpoint=f"http://{settings.host}:{web.server_port}/"),
     control=control, engine=engine,
-    reader=HttpObjectReader(token=lambda: mine.data_token, clock=system_clock(), chance=chance),
+    reader=HttpObjectReader(token=lambda: mine.data_token, clock=system_clock(), chance=chance,
+        options=HttpReaderOptions(routes=Routes(Path(environ()["PACELINE_ROUTES"])))),
     clock=system_clock(), chance=chance)
 receiver.register(); receiver.start()
 threading.Event().wait()
@@ -117,10 +125,14 @@ def far(operator: Operator, hosts: Hosts) -> Operator:
     """An operator whose hosts are far away from each other, and have Paceline."""
     hosts.write_config(operator.home / "config")
     operator.env["PACELINE_CONFIG_DIR"] = str(operator.home / "config")
+    write_code(operator)
+    return operator
+
+
+def write_code(operator: Operator) -> None:
     (operator.home / "code").mkdir()
     (operator.home / "code" / "trainer.py").write_text(TRAINER)
     (operator.home / "code" / "rollout.py").write_text(ROLLOUT)
-    return operator
 
 
 def job(trainer: str, words: str = "") -> str:
@@ -150,6 +162,54 @@ def test_weights_flow_between_hosts_that_can_dial_nobody(far: Operator, trainer:
     assert modes["trainer-0", "control"] == ("direct" if trainer == "local" else "tunnel")
     assert modes["rollout-0", "trainer-0"] == modes["trainer-0", "rollout-0"] == "tunnel"
     far.assert_nothing_left()
+
+
+RENTED = """
+name: far
+budget: {{soft_usd: 5}}
+refit: {{model: m}}
+roles:
+  trainer:
+    {{backend: {backend}, gpu: rtx4090-1x, workdir: code, install_paceline: false, env: {env},
+      run: python trainer.py}}
+  rollout:
+    {{backend: {backend}, gpu: rtx4090-1x, workdir: code, install_paceline: false, env: {env},
+      run: exec python rollout.py}}
+"""
+
+
+@pytest.mark.parametrize("backend", ["runpod", pytest.param("vast", marks=pytest.mark.slow)])
+def test_rented_machines_meet_without_the_operator(
+    operator: Operator, tmp_path: Path, backend: str
+) -> None:
+    """Weights take the port that the provider mapped, samples the tunnel that the trainer keeps.
+
+    The machines are behind one public address and cannot dial each other's own.
+    """
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    with Hosts(tmp_path / "hosts", ("a", "b"), path=path, is_routed=True) as hosts:
+        machines = RentedHosts(tmp_path / "machines", hosts)
+        fake = FAKES[backend]()(clock=system_clock(), machines=machines, boot_s=0.1)
+        write_code(operator)
+        env = json.dumps({"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
+        operator.job(RENTED.format(env=env, backend=backend))
+        with serve_fake(fake) as found:
+            operator.env |= found
+            words = ("--yes", "--json", "--out", "out", "--run-id", "r")
+            status, out, err = operator.type("up", "job.yaml", *words, timeout_s=90)
+            links = operator.type_json("status", "r")[1]["links"]
+        fake.close()
+    log = (operator.home / "out" / "logs" / "trainer-0.log").read_text()
+    assert status == 0, err + log
+    assert json.loads(out)["outcome"] == "succeeded"
+    told = {(link["source"], link["target"]): (link["mode"], link["why"]) for link in links}
+    assert told["rollout-0", "control"][0] == "tunnel"
+    assert told["rollout-0", "trainer-0"][0] == "direct"
+    assert hosts.public_host in told["rollout-0", "trainer-0"][1]
+    assert told["trainer-0", "rollout-0"][0] == "tunnel"
+    assert "kept by trainer-0" in told["trainer-0", "rollout-0"][1]
+    # nothing but the kept tunnel listens there on the trainer's machine
+    assert int(log.split("engine at http://127.0.0.1:")[1].split("/")[0]) >= 26_000
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 from engines.conftest import worker
+from paceline.core.waiting import wait_until
 from paceline.refit.compose.vllm_offline import LlmFollower
 from paceline.refit.generators.protocol import EngineState
 from paceline.refit.generators.vllm import part
-from paceline.refit.model import TensorBuffer
+from paceline.refit.model import Pin, TensorBuffer
+from paceline.system import system_clock
 from paceline.testing.small_run import SmallRun
 
 PROMPTS = ("1+2=", "9*(8-7)=", "abc, " * 40)
@@ -283,6 +286,55 @@ def test_prefix_cache_is_of_one_version(llm: Any, run: SmallRun, follower: LlmFo
     follower.catch_up(timeout_s=PATIENCE_S)
     (after,) = llm.generate(PROMPTS[-1], params, use_tqdm=False)
     assert after.num_cached_tokens == 0
+
+
+def test_a_late_joiner_is_the_version_that_others_walked_to(
+    llm: Any, run: SmallRun, tmp_path: Path
+) -> None:
+    """Whoever joins after two deltas takes the full version and both, in one go."""
+    run.publish_full()
+    for turn in range(2):
+        run.train(share=0.05, seed=20 + turn)
+        run.publish_delta()
+    late = LlmFollower(llm, run.config)
+    assert late.catch_up(timeout_s=PATIENCE_S).root_digest == run.root
+    assert ask(llm) == fresh(llm, run, tmp_path / "whole")
+    late.close()
+
+
+def step(follower: LlmFollower) -> tuple[EngineState, str]:
+    """Let the engine follow once, and return what it says then."""
+    follower._receiver.step()
+    health = follower.health()
+    return health.state, "" if health.installed is None else health.installed.version_id
+
+
+def test_pins_lead_back_and_only_whom_they_name(llm: Any, run: SmallRun) -> None:
+    """Pinned, this engine goes back over the full version; another's pin is nothing to it."""
+    follower = LlmFollower(llm, replace(run.config, worker_id="a-0"))
+    answers = {}
+    for turn in range(3):
+        if turn:
+            run.train(share=0.05, seed=30 + turn)
+            run.publish_delta()
+        else:
+            run.publish_full()
+        follower.catch_up(timeout_s=PATIENCE_S)
+        answers[run.uid] = ask(llm)
+    run.control.set_pin(Pin(model_name="m", workers="b-*", version_id="v0"))
+    for target in ("v1", ""):
+        run.control.set_pin(Pin(model_name="m", workers="a-*", version_id=target))
+        wanted = target or run.uid
+        wait_until(
+            partial(lambda goal: step(follower) == (EngineState.READY, goal), wanted),
+            what=wanted,
+            clock=system_clock(),
+            timeout_s=PATIENCE_S,
+            interval_s=0.05,
+        )
+        assert ask(llm) == answers[wanted]
+    assert len(set(map(tuple, answers.values()))) == len(answers)
+    follower.close()
 
 
 def test_hand_driven(llm: Any, run: SmallRun, follower: LlmFollower) -> None:

@@ -9,34 +9,54 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from engines.conftest import worker
 from paceline.refit.apply import FULL, stage_install
+from paceline.refit.generators.vllm import strategy
 from paceline.refit.generators.vllm.mirror import allocate, as_tensor, changes_of
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.model import TensorBuffer
 from paceline.testing.payloads import delta_payload, tensor_entry
 from paceline.testing.small_run import state_of
-from paceline.testing.tiny_model import tiny_model
+from paceline.testing.tiny_model import tiny_model, write_tiny_moe
+
+
+@pytest.fixture(params=["dense", "experts"])
+def kind_dir(
+    request: pytest.FixtureRequest,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Return a model of layers that are fused, or of experts that are."""
+    if request.param == "dense":
+        return model_dir
+    # In an engine they are packed, and loaded by layer; here they are as the loader left them.
+    known = strategy.PLAIN_METHODS | {"UnquantizedFusedMoEMethod"}
+    monkeypatch.setattr(strategy, "PLAIN_METHODS", known)
+    return write_tiny_moe(tmp_path / "moe")
 
 
 @pytest.fixture(params=[(1, 0), (2, 0), (2, 1)], ids=["whole", "half0", "half1"])
 def vllm_config(
-    request: pytest.FixtureRequest, llm: Any, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, llm: Any, kind_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """Return the engine's configuration, as in one of so many tensor-parallel workers."""
+    """Return a model's configuration, as in one of so many tensor-parallel workers."""
     size, rank = request.param
     real = parallel_state.get_tp_group()
     group = SimpleNamespace(
         world_size=size, rank_in_group=rank, device_group=real.device_group, ranks=[0, 1][:size]
     )
+    monkeypatch.setattr(parallel_state, "_EP", real)
     monkeypatch.setattr(parallel_state, "_TP", group)
     config = copy(worker(llm).vllm_config)
+    config.model_config = ModelConfig(model=str(kind_dir), dtype="bfloat16")
     config.compilation_config = copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
     with set_current_vllm_config(config):
         yield config
 
@@ -62,10 +82,10 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("adopts", [True, False])
 def test_changed_elements_alone_give_what_a_load_gives(
-    vllm_config: Any, model_dir: Path, adopts: bool
+    vllm_config: Any, kind_dir: Path, adopts: bool
 ) -> None:
-    """Fused and sharded parameters: elements written one by one equal a load of everything."""
-    before = state_of(tiny_model(model_dir, seed=1))
+    """Fused, sharded, experts: elements written one by one equal a load of everything."""
+    before = state_of(tiny_model(kind_dir, seed=1))
     after = {
         name: with_changes(buffer, seed=at) for at, (name, buffer) in enumerate(before.items())
     }

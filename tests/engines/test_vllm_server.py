@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from vllm import SamplingParams
 
 from paceline.core.waiting import wait_until
+from paceline.refit.compose.vllm_offline import LlmFollower
 from paceline.system import environ, system_clock
 from paceline.testing.small_run import DATA_TOKEN, SmallRun
 from paceline.testing.tiny_model import tiny_model
@@ -21,17 +22,17 @@ from paceline.testing.tiny_model import tiny_model
 PATIENCE_S = 90.0
 LONG = 450
 """Tokens, enough for an update to fall between them."""
-ASKED_MAX = 200
+ASKED_MAX = 20
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
-def serve(tmp_path: Path, model_dir: Path) -> Iterator[Callable[[SmallRun], Any]]:
+def serve(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Any]]:
     """Return a function that starts an engine of a run."""
     started = []
 
-    def start(run: SmallRun) -> Any:
+    def start(run: SmallRun, *further: str, **environment: str) -> Any:
         config = run.config
         command = [sys.executable, "-m", "paceline", "serve", "--engine", "vllm"]
         options = {
@@ -45,8 +46,8 @@ def serve(tmp_path: Path, model_dir: Path) -> Iterator[Callable[[SmallRun], Any]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
         process = subprocess.Popen(
-            [*command, "--", "--max-model-len", "512", "--enforce-eager"],
-            env={**environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            [*command, "--", "--max-model-len", "512", "--enforce-eager", *further],
+            env={**environ(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -65,7 +66,7 @@ def run(tmp_path: Path, model_dir: Path) -> Iterator[SmallRun]:
         yield run
 
 
-def test_serves_a_run(serve: Callable[[SmallRun], Any], run: SmallRun) -> None:
+def test_serves_a_run(serve: Callable[..., Any], run: SmallRun) -> None:
     """Nothing before a version is in; then tokens with their versions, also across an update."""
     process = serve(run)
     endpoint = json.loads(process.stdout.readline())["endpoint"]
@@ -87,7 +88,7 @@ def test_serves_a_run(serve: Callable[[SmallRun], Any], run: SmallRun) -> None:
         assert ask(http, "1", top_p=0.5).status_code == 400
         tokens = http.post("/tokenize", json={"model": "m", "prompt": "1+2="})
         assert tokens.headers["x-paceline-version-id"] == run.uid
-        assert "paceline_installs 2.0" in http.get("/metrics").text
+        assert f"paceline_installs {run.sequence + 1}.0" in http.get("/metrics").text
         (report,) = run.control.list_installed("m")
         assert (report.root_digest, report.verified) == (run.root, "mirror-bytes")
     process.send_signal(signal.SIGTERM)
@@ -95,9 +96,7 @@ def test_serves_a_run(serve: Callable[[SmallRun], Any], run: SmallRun) -> None:
 
 
 @pytest.mark.slow
-def test_server_does_not_outlive_its_starter(
-    serve: Callable[[SmallRun], Any], run: SmallRun
-) -> None:
+def test_server_does_not_outlive_its_starter(serve: Callable[..., Any], run: SmallRun) -> None:
     """Killing ``paceline serve`` ends vLLM, workers and all."""
     process = serve(run)
     endpoint = json.loads(process.stdout.readline())["endpoint"]
@@ -110,25 +109,79 @@ def test_server_does_not_outlive_its_starter(
         httpx.get(f"{endpoint}/health")
 
 
-def across_an_update(http: httpx.Client, run: SmallRun) -> None:
-    """Let an update fall into a running request; its tokens name both versions, in order."""
-    spans: list[list[str]] = []
-
-    def ask_on() -> None:
-        while ["v1"] not in spans and len(spans) < ASKED_MAX:
-            answer = ask(http, "1+2=", max_tokens=LONG, seed=len(spans), ignore_eos=True).json()
-            found = answer["choices"][0]["weight_versions"]
-            spans.append([span["version_id"] for span in found])
-
-    thread = threading.Thread(target=ask_on)
-    thread.start()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        "update-fetched",
+        "update-staged",
+        "workers-writing",
+        "update-written",
+        "workers-written",
+        "workers-settled",
+    ],
+)
+def test_a_worker_killed_in_an_update(
+    serve: Callable[..., Any], run: SmallRun, llm: Any, point: str
+) -> None:
+    """The engine ends; the record says the old version, and the next engine serves the new one."""
+    dying = ("--worker-extension-cls", "engines.dying.DyingExtension")
+    process = serve(run, *dying, PYTHONPATH=":".join(sys.path), PACELINE_TEST_DIES_AT=point)
+    process.stdout.readline()
+    run.publish_full()
+    await_report(run)
+    old_root = run.root
     run.train(share=0.02, seed=1)
     run.publish_delta()
-    await_version(http, run)
-    thread.join(PATIENCE_S)
-    assert spans == sorted(spans)
-    assert [each for each in spans if len(each) > 1] == [["v0", "v1"]]
-    assert spans[-1] == ["v1"]
+    assert process.wait(PATIENCE_S) != 0
+    (left,) = run.control.list_installed("m")
+    assert (left.sequence, left.root_digest) == (0, old_root)
+    endpoint = json.loads(serve(run).stdout.readline())["endpoint"]
+    await_report(run)
+    headers = {"Authorization": f"Bearer {DATA_TOKEN}"}
+    with httpx.Client(base_url=endpoint, headers=headers, timeout=60) as http:
+        served = ask(http, "1+2=", max_tokens=24, temperature=0, ignore_eos=True).json()
+    follower = LlmFollower(llm, run.config)
+    follower.catch_up(timeout_s=PATIENCE_S)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    (wanted,) = llm.generate("1+2=", params, use_tqdm=False)
+    assert served["choices"][0]["token_ids"] == list(wanted.outputs[0].token_ids)
+    follower.close()
+
+
+def await_report(run: SmallRun) -> None:
+    wait_until(
+        lambda: run.root in {each.root_digest for each in run.control.list_installed("m")},
+        what=f"a report of {run.uid}",
+        clock=system_clock(),
+        timeout_s=PATIENCE_S,
+        interval_s=0.05,
+    )
+
+
+def across_an_update(http: httpx.Client, run: SmallRun) -> None:
+    """Let updates fall into running requests until one has; its tokens name both, in order."""
+    for turn in range(ASKED_MAX):
+        old = run.uid
+        fields = {"model": "m", "prompt": "1+2=", "max_tokens": LONG, "seed": turn}
+        body = {**fields, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = filter(None, response.iter_lines())
+            pieces = [next(lines)]
+            run.train(share=0.02, seed=turn)
+            run.publish_delta()
+            pieces += lines
+        await_version(http, run)
+        assert pieces.pop() == "data: [DONE]"
+        choices = [json.loads(piece.removeprefix("data: "))["choices"][0] for piece in pieces]
+        spans = [span for choice in choices for span in choice["weight_versions"]]
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == LONG
+        named = list(dict.fromkeys(span["version_id"] for span in spans))
+        if named == [old, run.uid]:
+            return
+        assert named == [old]  # it ended before the update was ready
+    pytest.fail("no update fell into a request")
 
 
 def ask(http: httpx.Client, prompt: str, **fields: object) -> httpx.Response:

@@ -182,7 +182,7 @@ def test_their_generator_follows_what_we_publish_in_the_canonical_format(
     formats = []
     with FakeS3() as s3, canonical_publisher(client, trainer, s3) as publisher:
         for step in range(5):
-            published = publisher.publish(step=step)
+            published = publisher.publish(step=step).result()
             formats.append((published.payload_format.value, published.changed_elements))
             save_file(weights, tmp_path / f"{published.version_id}.safetensors")
             if step != 1:

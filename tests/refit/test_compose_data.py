@@ -77,7 +77,7 @@ class Run:
 
     def publish(self) -> str:
         self.weights["w"][::997] += 1
-        return self.publisher.publish(step=0).version_id
+        return self.publisher.publish(step=0).result().version_id
 
     def engine(
         self, *transports: str, control: ControlPlane | None = None

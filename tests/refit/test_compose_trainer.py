@@ -27,9 +27,14 @@ def test_every_variable_is_read() -> None:
             "PACELINE_MAX_STALENESS": "0",
             "PACELINE_INDEX": "2",
             "PACELINE_LINK_MBPS": "87.5",
+            "PACELINE_WHEN_LEASED": "skip",
+            "PACELINE_WHEN_IN_PLACE": "copy",
+            "PACELINE_WHEN_UNPROVEN": "new-run",
         }
     )
     assert settings.link_mbps == 87.5
+    whens = (settings.when_leased, settings.when_in_place, settings.when_unproven)
+    assert whens == ("skip", "copy", "new-run")
     assert settings.payload_format is WeightPayloadFormat.FULL_TENSOR
     assert settings.staging_mode is TrainerStagingMode.IN_PLACE
     assert (settings.anchor_every, settings.max_staleness, settings.index) == (3, 0, 2)
@@ -47,6 +52,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
     [
         ("PACELINE_PAYLOAD", "DELTA"),
         ("PACELINE_STAGING", "x"),
+        ("PACELINE_WHEN_LEASED", "wait"),
         ("PACELINE_INDEX", "two"),
         ("PACELINE_LINK_MBPS", "-1"),
         ("PACELINE_LINK_MBPS", "nan"),
@@ -56,3 +62,12 @@ def test_a_word_that_nobody_knows_is_refused(name: str, value: str) -> None:
     """A typo is not read as a default."""
     with pytest.raises(UsageError, match=value):
         run_settings({**NEEDED, name: value})
+
+
+def test_torchrun_says_how_many_processes_there_are_and_which_start_it_is() -> None:
+    """Without torchrun a process publishes alone, and no start needs a name."""
+    plain = run_settings(NEEDED)
+    assert (plain.world_size, plain.incarnation) == (0, "")
+    started = {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
+    settings = run_settings({**NEEDED, **started})
+    assert (settings.world_size, settings.incarnation) == (4, "x/2")

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -46,6 +48,7 @@ from paceline.refit.rollouts.routing import choose_engine, explain_none
 from paceline.refit.rollouts.wire import parse_choices
 from paceline.refit.serving.app import ServingParts, build_app
 from paceline.refit.serving.server import EngineServer
+from paceline.refit.transports.routes import Routes
 from paceline.system import system_clock
 from paceline.testing.clock import FakeAsyncClock, FakeClock
 from paceline.testing.fakes.control_plane import FakeControlPlane
@@ -147,6 +150,18 @@ class TestComplete:
             assert [each.spans for each in choices] == [each.spans for each in expected]
             assert {each.prompt_token_ids for each in choices} == {(at + 1,)}
             assert {each.logprobs for each in choices} == {(-1.0, -1.0, -1.0)}
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_a_shorter_way_is_tried_first(self, tmp_path: Path, is_there: bool) -> None:
+        """By what the table says now; where nobody answers there, the told address is asked."""
+        with served("a", sequence=5) as told, served("b", sequence=4) as other:
+            way = urlsplit(other.report.endpoint).netloc if is_there else "127.0.0.1:1"
+            table = tmp_path / "routes.json"
+            table.write_text(json.dumps({urlsplit(told.report.endpoint).netloc: way}))
+            with client(told.report, routes=Routes(table)) as rollouts:
+                choices = rollouts.complete([[1]], SAMPLING)[0]
+        found = {span.installed.sequence for each in choices for span in each.spans}
+        assert found == {4 if is_there else 5}
 
     def test_load_is_spread(self, two: list[Served]) -> None:
         """With one prompt stuck at an engine, the next one goes to the other."""

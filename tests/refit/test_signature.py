@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.refit.errors import ParseError, VerifyError
+from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.signature import (
     Statement,
     Trust,
@@ -115,3 +116,17 @@ def test_what_is_not_described_cannot_be_signed() -> None:
     )
     with pytest.raises(VerifyError, match="no description"):
         statement_of(bare)
+
+
+def test_a_slot_of_several_signs_its_own_roots() -> None:
+    """Name, run and sequence are the version's; the roots are the manifest's and must be signed."""
+    body = SIGNED.partition(b"\n")[0]
+    manifest = parse_manifest(body)
+    said = replace(EXPECTED, root_digest=manifest.root_digest, parent_root="cd" * 32)
+    trust = Trust(key=KEY.public_key(), expected=replace(EXPECTED, root_digest="00"), is_part=True)
+    trust.check(parse_signed(sign_manifest(body, said, key=KEY)))
+    for name, other in (("sequence", 4), ("version_id", "v9"), ("root_digest", "ab" * 32)):
+        change: dict[str, Any] = {name: other}
+        lied = replace(said, **change)
+        with pytest.raises(VerifyError, match=name):
+            trust.check(parse_signed(sign_manifest(body, lied, key=KEY)))

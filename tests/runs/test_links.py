@@ -48,9 +48,9 @@ def delta_bytes(more: str) -> int:
     with ExitStack() as parts:
         publisher = connection(more, control, parts).publisher(weights, wire_dtypes={"*": "BF16"})
         with publisher:
-            publisher.publish(step=0)
+            publisher.publish(step=0).result()
             weights["w"] += torch.randn(300_000, generator=generator) * 1e-6
-            return publisher.publish(step=1).payload_bytes
+            return publisher.publish(step=1).result().payload_bytes
 
 
 def test_a_slow_link_in_the_job_file_makes_smaller_deltas() -> None:
@@ -73,9 +73,9 @@ def test_a_canonical_job_publishes_into_its_bucket(tmp_path: Path) -> None:
         )
         with joined.publisher(weights) as publisher:
             assert isinstance(publisher, CanonicalPublisher)
-            publisher.publish(step=0)
+            publisher.publish(step=0).result()
             weights["w"][7] = -1
-            publisher.publish(step=1)
+            publisher.publish(step=1).result()
     full, delta = control.list_versions("tiny")
     assert (full.state, delta.state) == (VersionState.READY, VersionState.READY)
     assert full.payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
@@ -102,13 +102,8 @@ def test_a_canonical_job_publishes_into_its_bucket(tmp_path: Path) -> None:
             "canonical needs payload",
         ),
         ("payload: FULL_HF_CHECKPOINT", "FULL_HF_CHECKPOINT needs objectstore"),
-        (
-            (
-                "payload: FULL_HF_CHECKPOINT, staging: IN_PLACE, transports: objectstore, "
-                "bucket: 's3://b'"
-            ),
-            "FULL_HF_CHECKPOINT needs objectstore",
-        ),
+        ("staging: NOWHERE", "expected 'COPY_TO_HOST'"),
+        ("when_leased: wait", "expected 'block', 'drop' or 'skip'"),
         ("format: slime", "expected 'paceline' or 'canonical'"),
     ],
 )

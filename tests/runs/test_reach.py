@@ -1,17 +1,22 @@
 """How parts of a run reach each other: every combination has one answer, with a reason."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.runs.model import Reach, RoleKind, Slot
+from paceline.runs.model import Reach, RoleKind, RoleSpec, Slot
 from paceline.runs.reach import (
     Mode,
     Place,
+    Shortcut,
     UnreachableError,
     control_link,
+    exposed,
     forwards_of,
     links_of,
+    may_shorten,
     role_link,
 )
 
@@ -109,3 +114,61 @@ def test_every_combination_has_an_answer(source: Place, target: Place, *, has_st
     assert link.why
     if link.mode is Mode.TUNNEL:
         assert all(each.is_here or each.can_tunnel for each in (source, target))
+
+
+def test_a_shortcut_is_taken_before_the_operators_tunnel() -> None:
+    """In each direction its own, with its reason; the control service stays where it was."""
+    ends = [place(TRAINER, mapped={20001: "192.0.2.7:40001"}), place(ROLLOUT)]
+    direct = Shortcut(
+        source=ROLLOUT,
+        target=TRAINER,
+        mode=Mode.DIRECT,
+        why="answers",
+        ways={20001: "192.0.2.7:40001", 20002: "[2001:db8::1]:40002"},
+    )
+    found = {
+        (link.source, link.target): (link.mode, link.why)
+        for link in links_of(ends, has_store=False, shortcuts=[direct])
+    }
+    assert found["rollout-0", "trainer-0"] == (Mode.DIRECT, "answers")
+    assert found["trainer-0", "rollout-0"][0] is Mode.TUNNEL
+    assert "kept by the operator" in found["trainer-0", "rollout-0"][1]
+    assert found["rollout-0", "control"][0] is Mode.TUNNEL
+    assert direct.routes == {
+        "127.0.0.1:20001": "192.0.2.7:40001",
+        "127.0.0.1:20002": "[2001:db8::1]:40002",
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, True),
+        ({"wanted": Reach.TUNNEL}, False),
+        ({"wanted": Reach.OBJECTSTORE}, False),
+        ({"is_here": True}, False),
+        ({"wanted": Reach.DIRECT}, True),
+    ],
+)
+def test_shortcuts_are_looked_for_where_the_job_file_allows(
+    more: dict[str, object], expected: bool
+) -> None:
+    """Not where it names another way, nor where one end is this computer."""
+    assert may_shorten(place(TRAINER), place(ROLLOUT, **more)) is expected
+    assert may_shorten(place(ROLLOUT, **more), place(TRAINER)) is expected
+
+
+def test_only_what_speaks_tls_is_exposed_unasked() -> None:
+    """A trainer's ports by default; an engine's only by the word of the job file."""
+    roles = {TRAINER: role(RoleKind.TRAINER), ROLLOUT: role(RoleKind.ROLLOUT)}
+    assert exposed(roles, PORTS, has_http=True) == {TRAINER: (20001, 20002)}
+    assert exposed(roles, PORTS, has_http=False) == {}
+    roles = {slot: replace(found, reach=Reach.DIRECT) for slot, found in roles.items()}
+    assert set(exposed(roles, PORTS, has_http=True)) == {TRAINER, ROLLOUT}
+    roles = {slot: replace(found, reach=Reach.TUNNEL) for slot, found in roles.items()}
+    assert exposed(roles, PORTS, has_http=True) == {}
+    assert exposed(roles, {}, has_http=True) == {}
+
+
+def role(kind: RoleKind) -> RoleSpec:
+    return RoleSpec(name=kind.value, kind=kind, backends=("vast",), gpu="h100-1x", run="true")

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,18 +219,29 @@ def test_the_page_is_self_contained() -> None:
 
 
 def test_every_transfer_has_a_line() -> None:
-    """Over what, from how many, how fast, how often again, what went wrong; no foreign HTML."""
-    came: dict[str, object] = {
-        "fetched_over": "http, nixl",
-        "fetch_sources": 3,
-        "fetch_ms": 1500.0,
-        "fetch_bytes_per_s": 2_000_000.0,
-        "fetch_retries": 4,
-        "fetch_problems": ["<b>cut</b>", 7],
-    }
-    html = render_html(view_of([published(0), installed("g0", 0, **came)]), FACTS)
-    assert "<h2>Transfers</h2>" in html
-    line = html.partition("<h2>Transfers</h2>")[2].partition("</section>")[0]
-    for text in ("http, nixl", "<td>3</td>", "1.50 s", "<td>4</td>", "&lt;b&gt;cut&lt;/b&gt;"):
-        assert text in line
+    """Over what, from whom, how fast, in which stages, what went wrong; no foreign HTML."""
+    told: list[object] = [
+        {
+            "over": "nixl",
+            "source": "job-1-trainer",
+            "bytes": 3_000_000,
+            "ms": 1500.0,
+            "stages_ms": {"move": 1250.0, "prove": 250.0},
+            "retries": 4,
+            "problem": "<b>cut</b>",
+        },
+        {"over": "http", "source": 7, "bytes": -1, "ms": "soon", "stages_ms": {"move": None}},
+        "no transfer",
+    ]
+    view = view_of([published(0), installed("g0", 0, transfers=told)])
+    html = render_html(view, FACTS)
+    section = html.partition("<h2>Transfers</h2>")[2].partition("</section>")[0]
+    first, second = section.partition("<tbody>")[2].split("</tr>")[:2]
+    for text in ("nixl", "trainer", "1.50 s", "move 1.25 s, prove 0.25 s", "<td>4</td>"):
+        assert text in first
+    assert "&lt;b&gt;cut&lt;/b&gt;" in first
+    assert "<td>http</td><td></td>" in second
+    report: Any = report_of(view, FACTS)
+    found = report["versions"][0]["installs"][0]["transfers"]
+    assert [each["bytes_per_s"] for each in found] == [2_000_000.0, 0.0]
     assert "Transfers" not in render_html(view_of([published(0), installed("g0", 0)]), FACTS)

@@ -9,23 +9,23 @@ that are replaced by full words are copied while they are written. Weights that 
 survive a crash too, if ``write_install`` is given a journal (``refit.journal``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
-from paceline.refit.delta.codec import REFERENCE, Tools, Update, decode_tensor, is_flip
+from paceline.refit.delta.codec import REFERENCE, Tools, Update, decode_tensor
 from paceline.refit.delta.order import WordKind, Words, as_words, chunks, kind_of
 from paceline.refit.delta.steps import Steps
 from paceline.refit.digest import content_digest, root_digest
-from paceline.refit.errors import ApplyError, ParseError, UncertainStateError, VerifyError
+from paceline.refit.errors import ApplyError, VerifyError
 from paceline.refit.journal import Journal
-from paceline.refit.manifest.fit import check_layout, refuse_names
+from paceline.refit.manifest.fit import check_layout, dense_part, refuse_names
 from paceline.refit.manifest.payload import check_header, verify_object
 from paceline.refit.manifest.v1 import Lora, Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
+from paceline.refit.writing import Scatter, TensorWrite, Written, jobs, keep_all, undo
 
 _KEPT_BYTES = 32 * 2**20
 """Room for new words that the proof has computed: what is kept is not computed again while the
@@ -56,29 +56,6 @@ FULL = Checks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorWrite:
-    """What is going to be written into one live tensor."""
-
-    name: str
-    live: Words
-    """The live memory itself, as words."""
-    dtype: str
-    steps: tuple[Update, ...] | None
-    """Every chunk that changes, as steps; None: the payload is read again while it is written."""
-    payload: memoryview
-    scheme: Scheme
-    changed_elements: int
-    digest: str
-    """What the bytes have to have once they are written."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the new words that were kept."""
-        steps = [update.new for update in self.steps or () if isinstance(update.new, Steps)]
-        return sum(item.after.nbytes for item in steps if item.after is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagedInstall:
     """A proven version, ready to be written; live memory was not touched."""
 
@@ -88,6 +65,9 @@ class StagedInstall:
     writes: tuple[TensorWrite, ...]
     changed_elements: int
     total_elements: int
+    scatters: tuple[Scatter, ...] = ()
+    has_parts: bool = False
+    """Entries of one name may come several times: the version is made of several shards."""
 
     @property
     def changed_names(self) -> tuple[str, ...]:
@@ -165,18 +145,21 @@ def write_install(
         ApplyError: a write failed and all of them were taken back.
         UncertainStateError: taking them back failed too; do not serve before a full install.
     """
-    done: list[_Written] = []
+    done: list[Written] = []
+    scattered: list[Scatter] = []
     try:
         if journal is not None:
-            for write in staged.writes:
-                _keep(write, journal, tools)
+            keep_all(staged.writes, staged.scatters, journal, tools)
             journal.seal()
-        for _ in tools.run(lambda job: job(), _jobs(staged.writes, done, tools, prove=prove)):
+        for _ in tools.run(lambda job: job(), jobs(staged.writes, done, tools, prove=prove)):
             pass
+        for scatter in staged.scatters:
+            scattered.append(scatter)
+            scatter.write()
         if journal is not None:
             journal.finish()
     except BaseException as exc:  # also when interrupted: live memory must not stay half written
-        _undo(done, exc, tools)
+        undo(done, scattered, exc, tools)
         if journal is not None:
             journal.finish()
         if not isinstance(exc, Exception):
@@ -205,23 +188,40 @@ def prove_live(
     Raises:
         VerifyError: a tensor is missing or its bytes are not what its entry says.
     """
-    expected = {entry.name: entry for entry in entries}
-    refuse_names(sorted(expected.keys() ^ live.keys()), "names differ from the live tensors")
-    wrong = _others(live, list(expected if only is None else only), expected, tools)
+    expected = list(entries)
+    check_live(live, expected, only=only, tools=tools)
+    return root_digest(expected)
+
+
+def check_live(
+    live: Mapping[str, TensorBuffer],
+    entries: Iterable[TensorEntry],
+    *,
+    only: Iterable[str] | None = None,
+    tools: Tools = REFERENCE,
+) -> None:
+    """Hash live memory, which may come in parts; see ``prove_live``.
+
+    Raises:
+        VerifyError: a tensor is missing or its bytes are not what an entry says.
+    """
+    expected = list(entries)
+    names = {entry.name for entry in expected}
+    refuse_names(sorted(names ^ live.keys()), "names differ from the live tensors")
+    wanted = names if only is None else set(only)
+    wrong = _others(live, [entry for entry in expected if entry.name in wanted], tools)
     refuse_names(wrong, "live bytes do not have the digest of this version")
-    return root_digest(expected.values())
 
 
 def _others(
-    live: Mapping[str, TensorBuffer],
-    names: Sequence[str],
-    expected: Mapping[str, TensorEntry],
-    tools: Tools,
+    live: Mapping[str, TensorBuffer], expected: Sequence[TensorEntry], tools: Tools
 ) -> Sequence[str]:
     """Return which live tensors are others than expected."""
-    found = tools.run(lambda name: content_digest(live[name].data), names)
+    found = tools.run(
+        lambda entry: content_digest(dense_part(live[entry.name], entry).data), expected
+    )
     return [
-        name for name, digest in zip(names, found, strict=True) if digest != expected[name].digest
+        entry.key for entry, digest in zip(expected, found, strict=True) if digest != entry.digest
     ]
 
 
@@ -262,7 +262,9 @@ def _check_base(
     ]
     refuse_names(hole, "said to change, but the delta has no bytes for it")
     if checks.whole:
-        moved = _others(live, sorted(changed), base, checks.tools)
+        # ``live`` is what the base's entries are of, dense
+        there = [replace(base[name], region=None) for name in sorted(changed)]
+        moved = _others(live, there, checks.tools)
         refuse_names(moved, "live bytes are not the base any more; install a full version")
 
 
@@ -358,142 +360,6 @@ def _compared(
             elif len(steps):
                 few.append(Update(part=update.part, new=steps))
     return hasher.hexdigest(), changed, None if few is None else tuple(few)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Written:
-    """One chunk that was written, or is being written."""
-
-    write: TensorWrite
-    part: slice
-    steps: Steps | None = None
-    """Loops write all of them or none."""
-    old: Words | None = None
-    """What was overwritten; None where the chunk can be taken back without it."""
-    is_whole: bool = False
-    """It is written for certain; otherwise a failure may have come before or behind the write."""
-
-
-def updates_of(write: TensorWrite, tools: Tools) -> Iterable[Update]:
-    """Return what happens to each chunk, from live memory as it is before the write."""
-    if write.steps is not None:
-        return write.steps
-    base = write.live.data.cast("B")
-    return decode_tensor(
-        write.payload, scheme=write.scheme, base=base, dtype=write.dtype, tools=tools
-    )
-
-
-def _old_words(write: TensorWrite, update: Update, tools: Tools) -> Words:
-    here = write.live[update.part]
-    return tools.loops.take(update.new, here) if isinstance(update.new, Steps) else here.copy()
-
-
-def _keep(write: TensorWrite, journal: Journal, tools: Tools) -> None:
-    for update in updates_of(write, tools):
-        steps = update.new if isinstance(update.new, Steps) else None
-        journal.keep(write.name, update.part.start, steps, _old_words(write, update, tools))
-
-
-def _jobs(
-    writes: Iterable[TensorWrite], done: list[_Written], tools: Tools, *, prove: bool
-) -> Iterator[Callable[[], None]]:
-    """Cut the writing into parts that threads may do at once; ``done`` tells what has begun."""
-    for write in writes:
-        if prove or write.steps is None:
-            yield partial(_write_tensor, write, done, tools, prove=prove)
-        else:
-            yield from (partial(_write_chunk, write, done, tools, step) for step in write.steps)
-
-
-def _write_tensor(write: TensorWrite, done: list[_Written], tools: Tools, *, prove: bool) -> None:
-    """Write chunk by chunk, and hash right behind the writes if ``prove``."""
-    hasher, hashed = xxhash.xxh3_128() if prove else None, 0
-    goes_back = write.steps is not None or is_flip(
-        write.payload, scheme=write.scheme, dtype=write.dtype, num_elements=len(write.live)
-    )
-    for update in updates_of(write, tools):
-        if hasher is not None:
-            hasher.update(write.live[hashed : update.part.start].data)
-            hashed = update.part.stop
-        _write_chunk(write, done, tools, update, goes_back=goes_back, hasher=hasher)
-    if hasher is None:
-        return
-    hasher.update(write.live[hashed:].data)
-    if hasher.hexdigest() != write.digest:
-        raise VerifyError(f"tensor {write.name!r}: what was written does not have its digest")
-
-
-def _write_chunk(
-    write: TensorWrite,
-    done: list[_Written],
-    tools: Tools,
-    update: Update,
-    *,
-    goes_back: bool = True,
-    hasher: xxhash.xxh3_128 | None = None,
-) -> None:
-    """Write one chunk; ``done`` has it from before the first word on."""
-    here, new = write.live[update.part], update.new
-    item = _Written(write=write, part=update.part)
-    if isinstance(new, Steps):
-        item.steps = new
-        done.append(item)
-        seen = None if hasher is None else _hashing(hasher)
-        tools.loops.add(new, here, kind_of(write.dtype), seen=seen)
-    else:
-        item.old = here.copy()
-        done.append(item)
-        here[:] = new
-        if hasher is not None:
-            hasher.update(here.data)
-        if goes_back:
-            item.old = None
-    item.is_whole = True
-
-
-def _hashing(hasher: xxhash.xxh3_128) -> Callable[[Words], None]:
-    return lambda words: hasher.update(words.data)
-
-
-def _undo(done: Sequence[_Written], cause: BaseException, tools: Tools) -> None:
-    flipped: dict[str, tuple[TensorWrite, int]] = {}
-    try:
-        for item in reversed(done):
-            here = item.write.live[item.part]
-            if item.steps is not None:
-                _step_back(item, item.steps, may_be_old=not item.is_whole, tools=tools)
-            elif item.old is not None:
-                here[:] = item.old
-            else:
-                count = flipped.get(item.write.name, (item.write, 0))[1]
-                flipped[item.write.name] = (item.write, count + 1)
-        for write, count in flipped.values():
-            for _, update in zip(range(count), updates_of(write, tools), strict=False):
-                write.live[update.part] = update.new
-    except BaseException as exc:  # whatever it was, the state is unknown and must be said so
-        raise UncertainStateError(
-            f"writing failed ({cause}) and so did taking it back ({exc}); "
-            "install a full version before serving again"
-        ) from exc
-
-
-def _step_back(item: _Written, steps: Steps, *, may_be_old: bool, tools: Tools) -> None:
-    """Take one chunk back and prove it; it may not have been written at all.
-
-    Raises:
-        ParseError: the words are neither the old nor the new ones.
-    """
-    here, kind = item.write.live[item.part], kind_of(item.write.dtype)
-    if may_be_old:
-        try:
-            tools.loops.check(steps, here, kind, first=item.part.start)
-        except ParseError:
-            pass  # written: these are not the words that the steps start from
-        else:
-            return
-    tools.loops.add(steps, here, kind, sign=-1)
-    tools.loops.check(steps, here, kind, first=item.part.start)
 
 
 def _num_elements(buffer: TensorBuffer) -> int:

@@ -20,6 +20,14 @@ class StagingError(PublishError):
     """Source bytes cannot be kept still now: all arenas leased, or weights moved under a lease."""
 
 
+class NoFreeArenaError(StagingError):
+    """All memory for staging holds versions that are still needed: wait, or let one go."""
+
+
+class VersionSkippedError(StagingError):
+    """The version was left out, as the policy for a full ring says; training goes on."""
+
+
 class FetchError(RefitError):
     """Bytes did not arrive; another source or a later try may help. Nothing was changed.
 
@@ -32,6 +40,10 @@ class FetchError(RefitError):
         super().__init__(message)
         self.source = source
         self.wanted = wanted
+
+
+class NoRoomError(FetchError):
+    """There is no room here for what is fetched. No source is to blame, and none can help."""
 
 
 class TransferCancelledError(RefitError):

@@ -1,7 +1,7 @@
 """The nouns of rental: what can be rented, what is rented, what a backend said of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -84,6 +84,8 @@ class InstanceStatus:
     public_endpoint: str | None
     """``ssh://user@host:port``, ``http://host:port``, or None while nothing is exposed."""
     raw: Mapping[str, object]
+    ports: Mapping[int, str] = field(default_factory=dict)
+    """Port of the machine -> ``host:port`` by which the world reaches it, where they differ."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class RentRequest:
     """What the whole run may cost; no attempt is begun that could cost more."""
     retry_for_s: float | None = None
     """Where nothing can be had now, ask again for so long; None: once."""
+    ports: tuple[int, ...] = ()
+    """What the world should reach of it beside ssh, where its backend can do that."""
 
     @property
     def slot(self) -> str:

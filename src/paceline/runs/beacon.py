@@ -7,6 +7,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from paceline.core.address import LOOPBACK
 from paceline.core.errors import PreflightError
 
 TIMEOUT_S = 5.0
@@ -34,9 +35,52 @@ socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)' "$host" "$port"
 """
 
 
-def hear_command(port: int, word: str) -> str:
-    """Return the command that succeeds where this computer's loopback port says ``word``."""
-    return f"sh -c {shlex.quote(_PROBE)} hear 127.0.0.1 {port} {word} 2>/dev/null"
+_RAISE = """\
+import os, signal, socket, sys
+port, word = int(sys.argv[1]), sys.argv[2]
+s = socket.socket()
+s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+s.bind(("0.0.0.0", port))
+s.listen(8)
+child = os.fork()
+if child:
+    with open(f".paceline-beacon-{port}", "w") as f:
+        f.write(str(child))
+    os._exit(0)
+os.setsid()
+signal.alarm(40)
+null = os.open(os.devnull, os.O_RDWR)
+for end in (0, 1, 2):
+    os.dup2(null, end)
+while True:
+    c, _ = s.accept()
+    try:
+        c.sendall((word + "\\n").encode())
+    except OSError:
+        pass
+    c.close()
+"""
+
+
+def hear_command(port: int, word: str, *, host: str = LOOPBACK) -> str:
+    """Return the command that succeeds where a port says ``word``."""
+    return f"sh -c {shlex.quote(_PROBE)} hear {shlex.quote(host)} {port} {word} 2>/dev/null"
+
+
+def raise_command(port: int, word: str) -> str:
+    """Return the command that has a machine's port say ``word`` for a while, and returns at once.
+
+    It fails where the port is taken, and where there is no Python to do it.
+    """
+    python = "python=$(command -v python3 || command -v python) || exit 2"
+    run = f'exec "$python" -c {shlex.quote(_RAISE)} {port} {word}'
+    return f"{python}; {run} 2>/dev/null"
+
+
+def strike_command(port: int) -> str:
+    """Return the command that ends what ``raise_command`` left; fine when that has gone."""
+    file = f".paceline-beacon-{port}"
+    return f"kill $(cat {file}) 2>/dev/null; rm -f {file}"
 
 
 def knock_command(host: str, port: int) -> str:

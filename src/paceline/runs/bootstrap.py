@@ -101,6 +101,9 @@ def role_env(
             "PACELINE_PAYLOAD": job.refit.payload,
             "PACELINE_FORMAT": job.refit.format,
             "PACELINE_STAGING": job.refit.staging,
+            "PACELINE_WHEN_LEASED": job.refit.when_leased,
+            "PACELINE_WHEN_IN_PLACE": job.refit.when_in_place,
+            "PACELINE_WHEN_UNPROVEN": job.refit.when_unproven,
             "PACELINE_TRANSPORTS": ",".join(job.refit.transports),
             "PACELINE_MAX_STALENESS": str(job.refit.max_staleness),
         }

@@ -45,7 +45,9 @@ from paceline.runs.owner import OwnerLock
 from paceline.runs.parts import RunParts, Watcher
 from paceline.runs.passing import LogPasser, no_passing
 from paceline.runs.plan import Finish
+from paceline.runs.reach import exposed
 from paceline.runs.run import RunDriver
+from paceline.runs.shortcuts import Shortcuts
 from paceline.runs.sshconfig import SshConfig
 from paceline.runs.wheel import WHEEL_DIR, build_wheel
 from paceline.store.protocol import Store, StoreError
@@ -310,7 +312,15 @@ def _links_for(
         yield None
         return
     refit = order.job.refit
+    has_http = refit is not None and "http" in refit.transports
     with Beacon(system.new_nonce()) as beacon:
+        shortcuts = Shortcuts(
+            run_id=order.run_id,
+            ports=control.ports,
+            backend=services.backend,
+            word=beacon.word,
+            has_http=has_http,
+        )
         links = Links(
             LinkParts(
                 run_id=order.run_id,
@@ -320,6 +330,8 @@ def _links_for(
                 backend=services.backend,
                 open_tunnel=partial(open_tunnel, timeout_s=TUNNEL_TIMEOUT_S),
                 beacon=beacon,
+                shortcuts=shortcuts,
+                exposed=_exposed(order.job, control),
                 run_dir=services.run_dir(order.run_id),
                 note=watcher.note,
                 has_store=refit is not None and "objectstore" in refit.transports,
@@ -329,6 +341,11 @@ def _links_for(
             yield links
         finally:
             links.close()
+
+
+def _exposed(job: JobSpec, control: Control) -> dict[Slot, tuple[int, ...]]:
+    has_http = job.refit is not None and "http" in job.refit.transports
+    return exposed(slots_of(job), control.ports, has_http=has_http)
 
 
 def _finished(services: Services, record: RunRecord, result: RunResult, *, out: Path) -> RunResult:
@@ -410,6 +427,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
                 arm=care.arm,
                 prepare=puller.prepare,
                 retry_for_s=order.retry_for_s,
+                ports=_exposed(job, control),
             )
         )
         puller.use(fleet)

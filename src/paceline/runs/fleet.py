@@ -168,6 +168,8 @@ class FleetParts:
     """Comes before each start of the role's command: brings what it goes on from."""
     retry_for_s: float | None = None
     """Where nothing can be had now, ask again for so long."""
+    ports: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
+    """What the world should reach of a slot's machine, where its backend can do that."""
 
 
 class Fleet:
@@ -313,6 +315,7 @@ class Fleet:
             request,
             hard_usd=None if budget is None else budget.hard_usd,
             retry_for_s=self._parts.retry_for_s,
+            ports=self._parts.ports.get(slot, ()),
         )
 
     def _bootstrapped(self, slot: Slot) -> Message:

@@ -37,8 +37,9 @@ TOKEN_ROLES = {
     RoleKind.TASK: "reader",
 }
 """Kind of role -> whose token its machines get: never more rights than they need."""
-PORTS = range(20_000, 32_000)
-"""Where servers of a run listen that others reach by number: below those that systems give out."""
+PORTS = range(20_000, 26_000)
+"""Where servers of a run listen that others reach by number. Above is where tunnels of trainers
+lead, and all of it is below those that systems give out."""
 PORT_TRIES_MAX = 1000
 
 

@@ -2,12 +2,14 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.rental import SupportsAccess
+from paceline.core.address import LOOPBACK, is_loopback, join_address
+from paceline.core.errors import PacelineError
+from paceline.rental import SupportsAccess, SupportsPorts
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.records import Machine
 from paceline.rental.remote.protocol import Access, DirectoryTarget, SshTarget
@@ -16,18 +18,19 @@ from paceline.runs.beacon import Beacon, hear_command, knock_command
 from paceline.runs.files import write_atomic
 from paceline.runs.model import Reach, RoleSpec, Slot
 from paceline.runs.reach import (
+    SAME_COMPUTER,
     Forwards,
-    Link,
     Mode,
     Place,
+    Shortcut,
     control_link,
     forwards_of,
     links_of,
 )
+from paceline.runs.shortcuts import Shortcuts, Spot
 
 PROBE_TIMEOUT_S = 20
 LINKS_FILE = "links.json"
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Kept(Protocol):
@@ -48,11 +51,10 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Return whether only this computer can dial it."""
-        return self.host in LOOPBACK
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +69,12 @@ class LinkParts:
     backend: Callable[[str], BackendAdapter]
     open_tunnel: Callable[[SshTarget, TunnelPlan], Kept]
     beacon: Beacon
+    shortcuts: Shortcuts
     run_dir: Path
     note: Callable[[str], None]
     has_store: bool = False
+    exposed: Collection[Slot] = ()
+    """Whose ports were asked to be mapped."""
 
 
 class Links:
@@ -77,7 +82,8 @@ class Links:
 
     def __init__(self, parts: LinkParts) -> None:
         self._parts = parts
-        self._places: dict[Slot, Place] = {}
+        self._spots: dict[Slot, Spot] = {}
+        self._ways: list[Shortcut] = []
         self._tunnels: dict[Slot, Kept] = {}
         self._lock = threading.Lock()
 
@@ -90,12 +96,14 @@ class Links:
         """
         access = self._access(machine)
         place = self._look(slot, machine, access)
+        spot = Spot(place=place, machine=machine, access=access)
         with self._lock:
             # Decided with those that are known already; the last to come sees all.
-            others = [one for other, one in self._places.items() if other != slot]
-            links = links_of([*others, place], has_store=self._parts.has_store)
-            self._places[slot] = place
-            self._tell(slot, links)
+            others = [one for other, one in self._spots.items() if other != slot]
+            places = [*(one.place for one in others), place]
+            links_of(places, has_store=self._parts.has_store)
+            self._spots[slot] = spot
+            self._ways = [way for way in self._ways if slot not in (way.source, way.target)]
             before = self._tunnels.pop(slot, None)
         if before is not None:
             before.close()
@@ -106,18 +114,37 @@ class Links:
             tunnel = self._parts.open_tunnel(access, self._plan(slot, forwards))
             with self._lock:
                 self._tunnels[slot] = tunnel
+        for other in others:
+            self._shorten(spot, other)
+        with self._lock:
+            self._show(slot)
+
+    def _shorten(self, spot: Spot, other: Spot) -> None:
+        """Look for ways between two machines past this computer, and let both know of them."""
+        found = self._parts.shortcuts.between(spot, other)
+        with self._lock:
+            self._ways += found
+            for end in (spot, other) if found else ():
+                try:
+                    self._parts.shortcuts.tell(end, self._ways)
+                except PacelineError as exc:
+                    self._ways = [way for way in self._ways if way.source != end.slot]
+                    self._parts.note(f"{end.slot} goes through this computer: {exc}")
 
     def env(self, slot: Slot) -> dict[str, str]:
         """Return what a slot's role must know of addresses; nothing while nobody has looked."""
         with self._lock:
-            place = self._places.get(slot)
-        if place is None:
+            spot = self._spots.get(slot)
+        if spot is None:
             return {}
-        host = "127.0.0.1"
-        if place.wanted is Reach.DIRECT and place.address is not None:
+        place = spot.place
+        host = LOOPBACK
+        if place.is_open:
+            host = "0.0.0.0"  # noqa: S104 - its provider's map leads to any address but loopback
+        elif place.wanted is Reach.DIRECT and place.address is not None:
             host = place.address
         is_tunnelled = control_link(place).mode is Mode.TUNNEL
-        control = Address(host="127.0.0.1", port=self._parts.control.port)
+        control = Address(host=LOOPBACK, port=self._parts.control.port)
         found = {
             "PACELINE_HOST": host,
             "PACELINE_CONTROL": str(control if is_tunnelled else self._parts.control),
@@ -155,7 +182,15 @@ class Links:
             can_tunnel=isinstance(access, SshTarget),
             address=access.host if isinstance(access, SshTarget) else None,
             wanted=role.reach,
+            mapped=self._mapped(slot, machine),
         )
+
+    def _mapped(self, slot: Slot, machine: Machine) -> Mapping[int, str]:
+        """Return where a machine's ports are, if some were asked for."""
+        backend = self._parts.backend(machine.backend)
+        if slot not in self._parts.exposed or not isinstance(backend, SupportsPorts):
+            return {}
+        return backend.status(machine.handle).ports
 
     def _succeeds(self, machine: Machine, command: str) -> bool:
         backend = self._parts.backend(machine.backend)
@@ -167,18 +202,20 @@ class Links:
         return TunnelPlan(
             name=f"{self._parts.run_id}-{slot}",
             to_here=tuple(
-                (port, control.host if port == control.port else "127.0.0.1")
+                (port, control.host if port == control.port else LOOPBACK)
                 for port in forwards.to_here
             ),
             from_here=forwards.from_here,
         )
 
-    def _tell(self, slot: Slot, links: Iterable[Link]) -> None:
+    def _show(self, slot: Slot) -> None:
         """Let `status` show the links; note those of the slot that has just come."""
+        places = [spot.place for spot in self._spots.values()]
+        links = links_of(places, has_store=self._parts.has_store, shortcuts=self._ways)
         found = [asdict(link) for link in links]
         write_atomic(self._parts.run_dir / LINKS_FILE, json.dumps(found, indent=1) + "\n")
         for link in links:
-            if link.source == str(slot) and link.mode is not Mode.DIRECT:
+            if link.source == str(slot) and link.why != SAME_COMPUTER:
                 self._parts.note(f"{slot} reaches {link.target} by {link.mode}: {link.why}")
 
 

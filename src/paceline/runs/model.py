@@ -72,6 +72,12 @@ class RefitSpec:
     format: str = "paceline"
     """``canonical``: what ModelExpress receivers read from the bucket, and ours do not."""
     staging: str = "COPY_TO_HOST"
+    when_leased: str = "block"
+    """What the trainer does while all its memory for staging is needed; or ``drop``, ``skip``."""
+    when_in_place: str = "wait"
+    """Whether steps wait for readers of live weights, or ``copy`` the weights."""
+    when_unproven: str = "anchor"
+    """What a trainer does that starts again with other weights; or ``new-run``, ``refuse``."""
     transports: tuple[str, ...] = ("http",)
     """What weights travel over, the preferred first."""
     bucket: str = ""

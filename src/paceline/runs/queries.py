@@ -12,6 +12,7 @@ from paceline.core.text import printable
 from paceline.refit.model import Event, InstalledReport, WeightPayloadFormat
 
 NOTE_MAX = 80
+_TRANSFERS_MAX, _STAGES_MAX = 16, 8
 """Characters of a worker's own words that are shown."""
 EDGE_STEPS = 5
 """How many steps at each end the first and last mean rewards are taken over."""
@@ -62,6 +63,26 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What one source gave to one install, over one transport."""
+
+    over: str
+    source: str
+    num_bytes: int
+    ms: float
+    stages_ms: Mapping[str, float]
+    """By the transport's own words, such as ``move`` and ``prove``."""
+    retries: int
+    problem: str
+    """Why not all of it arrived; empty if it did."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0 where no time passed."""
+        return 1000 * self.num_bytes / self.ms if self.ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """One weight state as one engine said it installed it; repeats are folded into the last."""
 
@@ -78,6 +99,8 @@ class Installed:
     fetch_retries: int
     fetch_problems: tuple[str, ...]
     """What went wrong on the way, a few of them."""
+    transfers: tuple[Transfer, ...]
+    """One for each source; none where nobody said."""
     refit_ms: float
     pause_ms: float
     is_equal: bool
@@ -305,6 +328,7 @@ def _installed(
         fetch_bytes_per_s=_number(fields, "fetch_bytes_per_s") or 0.0,
         fetch_retries=_whole(fields, "fetch_retries") or 0,
         fetch_problems=_texts(fields, "fetch_problems"),
+        transfers=_transfers(fields),
         refit_ms=_number(fields, "refit_ms") or 0.0,
         pause_ms=_number(fields, "pause_ms") or 0.0,
         is_equal=roots.get(sequence) == root,
@@ -332,6 +356,28 @@ def _texts(fields: Mapping[str, object], key: str) -> tuple[str, ...]:
     values = fields.get(key)
     found = values[:5] if isinstance(values, list) else ()
     return tuple(printable(each)[:200] for each in found if isinstance(each, str))
+
+
+def _transfers(fields: Mapping[str, object]) -> tuple[Transfer, ...]:
+    rows = fields.get("transfers")
+    found = rows[:_TRANSFERS_MAX] if isinstance(rows, list) else ()
+    return tuple(_transfer(row) for row in found if isinstance(row, dict))
+
+
+def _transfer(row: Mapping[str, object]) -> Transfer:
+    stages = row.get("stages_ms")
+    named = list(stages.items())[:_STAGES_MAX] if isinstance(stages, dict) else ()
+    return Transfer(
+        over=_text(row, "over") or "",
+        source=_text(row, "source") or "",
+        num_bytes=_whole(row, "bytes") or 0,
+        ms=_number(row, "ms") or 0.0,
+        stages_ms={
+            printable(str(name))[:40]: _number({"ms": ms}, "ms") or 0.0 for name, ms in named
+        },
+        retries=_whole(row, "retries") or 0,
+        problem=(_text(row, "problem") or "")[:200],
+    )
 
 
 def _mean(values: Sequence[float]) -> float | None:

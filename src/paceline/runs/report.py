@@ -8,7 +8,7 @@ from paceline.runs.charts import Series, bar_chart, bytes_text, line_chart
 from paceline.runs.live import slot_json
 from paceline.runs.model import Budget
 from paceline.runs.plan import SlotView
-from paceline.runs.queries import EngineEnd, Installed, RunView, WeightState, short_name
+from paceline.runs.queries import EngineEnd, Installed, RunView, Transfer, WeightState, short_name
 
 SCHEMA = "paceline.report.v1"
 SMOOTH_STEPS = 5
@@ -169,6 +169,19 @@ def _install_json(install: Installed) -> dict[str, object]:
         "fetch_retries": install.fetch_retries,
         "refit_ms": install.refit_ms,
         "pause_ms": install.pause_ms,
+        "transfers": [
+            {
+                "over": each.over,
+                "source": each.source,
+                "bytes": each.num_bytes,
+                "ms": each.ms,
+                "stages_ms": dict(each.stages_ms),
+                "bytes_per_s": each.bytes_per_s,
+                "retries": each.retries,
+                "problem": each.problem,
+            }
+            for each in install.transfers
+        ],
     }
 
 
@@ -269,26 +282,38 @@ def _refit_chart(view: RunView, run_id: str) -> str:
 
 
 def _transfers(view: RunView, run_id: str) -> Sequence[str]:
-    """Return the section with a line per install: how its bytes came; nothing if nobody said."""
+    """Return the section with a line per transfer: how bytes came; nothing if nobody said."""
     rows = [
-        f"<tr><td>{item.sequence}</td>"
-        f'<td title="{escape(item.worker_id)}">{escape(short_name(item.worker_id, run_id))}</td>'
-        f"<td>{escape(item.fetched_over)}</td><td>{item.fetch_sources}</td>"
-        f"<td>{bytes_text(item.fetched_bytes)}</td><td>{item.fetch_ms / 1000:.2f} s</td>"
-        f"<td>{bytes_text(int(item.fetch_bytes_per_s))}/s</td><td>{item.fetch_retries}</td>"
-        f"<td>{escape('; '.join(item.fetch_problems)) or '-'}</td></tr>"
+        _transfer_row(each, item, run_id)
         for state in view.states
         for item in state.installs.values()
-        if item.fetched_over
+        for each in item.transfers
     ]
     if not rows:
         return ()
     table = (
         '<div class="scroll"><table><thead><tr><th>#</th><th>engine</th><th>over</th>'
-        "<th>sources</th><th>bytes</th><th>in</th><th>rate</th><th>retries</th><th>problems</th>"
-        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        "<th>source</th><th>bytes</th><th>in</th><th>rate</th><th>stages</th><th>retries</th>"
+        f"<th>problem</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
     return (_section("Transfers", table),)
+
+
+def _transfer_row(transfer: Transfer, install: Installed, run_id: str) -> str:
+    stages = ", ".join(f"{name} {ms / 1000:.2f} s" for name, ms in transfer.stages_ms.items())
+    cells = (
+        str(install.sequence),
+        short_name(install.worker_id, run_id),
+        transfer.over,
+        short_name(transfer.source, run_id),
+        bytes_text(transfer.num_bytes),
+        f"{transfer.ms / 1000:.2f} s",
+        f"{bytes_text(int(transfer.bytes_per_s))}/s",
+        stages or "-",
+        str(transfer.retries),
+        transfer.problem or "-",
+    )
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
 def _table(view: RunView, run_id: str) -> str:

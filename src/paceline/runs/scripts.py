@@ -100,7 +100,8 @@ SUPERVISE = (
 authority="$base/secrets/{AUTHORITY_FILE}"
 """
     """PACELINE_OUT="$base/out"
-export PACELINE_CREDENTIALS PACELINE_OUT
+PACELINE_ROUTES="$base/routes.json"
+export PACELINE_CREDENTIALS PACELINE_OUT PACELINE_ROUTES
 if [ -f "$authority" ]; then PACELINE_CONTROL_CA=$authority; export PACELINE_CONTROL_CA; fi
 if [ -d "$base/resume" ]; then PACELINE_RESUME_FROM="$base/resume"; export PACELINE_RESUME_FROM; fi
 lease="$base/deadman/lease"

@@ -262,7 +262,12 @@ class _Refit(_Section):
     model: _Text
     payload: Literal["XOR_DELTA", "FULL_TENSOR", "FULL_HF_CHECKPOINT"] = "XOR_DELTA"
     format: Literal["paceline", "canonical"] = "paceline"
-    staging: Literal["COPY_TO_HOST", "IN_PLACE", "WRITE_TO_STORAGE"] = "COPY_TO_HOST"
+    staging: Literal["COPY_TO_HOST", "COPY_TO_DEVICE", "IN_PLACE", "WRITE_TO_STORAGE"] = (
+        "COPY_TO_HOST"
+    )
+    when_leased: Literal["block", "drop", "skip"] = "block"
+    when_in_place: Literal["wait", "copy"] = "wait"
+    when_unproven: Literal["anchor", "new-run", "refuse"] = "anchor"
     transports: Annotated[
         list[Literal["nixl", "http", "objectstore"]], BeforeValidator(_listed), Field(min_length=1)
     ] = ["http"]
@@ -372,11 +377,8 @@ class _Checker:
             self._say(("refit", "format"), problem)
 
     def _check_checkpoint(self, refit: _Refit) -> None:
-        if "objectstore" not in refit.transports or refit.staging == "IN_PLACE":
-            problem = (
-                "FULL_HF_CHECKPOINT needs objectstore among refit.transports, and staging: "
-                "WRITE_TO_STORAGE or COPY_TO_HOST"
-            )
+        if "objectstore" not in refit.transports:
+            problem = "FULL_HF_CHECKPOINT needs objectstore among refit.transports"
             self._say(("refit", "payload"), problem)
 
     def _check_roles(

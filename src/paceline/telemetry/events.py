@@ -17,6 +17,10 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
         "total_elements",
         "publish_ms",
     ),
+    "version.failed": ("version_id", "sequence", "step", "reason"),
+    "version.skipped": ("version_id", "sequence", "step", "reason"),
+    "chain.continued": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
+    "chain.broken": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
     # any role
     "role.progress": ("phase", "done", "total", "note"),
     # generator

@@ -35,15 +35,20 @@ POINTS: Mapping[str, tuple[str, str]] = {
     "update-labelled": ("PassGate.at_safe_point", "return"),
     "update-following": ("SpareSet.follow", "call"),
     "update-proven": ("Installer.install", "return"),
+    "workers-writing": ("WorkerWeights._push", "call"),
+    "workers-written": ("WorkerWeights.apply", "return"),
+    "workers-settled": ("WorkerWeights.settle", "return"),
 }
 """Name of a point -> function, where a star stands for the provider, and whether the process dies
 before its first line or after its last."""
 
 
-def die_at(point: str) -> Callable[[FrameType, str, object], None]:
+def die_at(
+    point: str, points: Mapping[str, tuple[str, str]] = POINTS
+) -> Callable[[FrameType, str, object], None]:
     """Return a profile function that kills this process at ``point``, or ``point:n``, the n-th."""
     point, _, nth = point.partition(":")
-    name, when = POINTS[point]
+    name, when = points[point]
     left = int(nth or 1)
     is_any = name.startswith("*")
     name = name.removeprefix("*")

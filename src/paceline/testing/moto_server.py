@@ -32,16 +32,16 @@ class S3:
 
 
 @contextmanager
-def serve_s3(name: str = "weights") -> Iterator[S3]:
+def serve_s3(name: str = "weights", *, host: str = "127.0.0.1") -> Iterator[S3]:
     """Serve S3 with one empty bucket while entered."""
     import boto3
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=host, port=0, verbose=False)
     server.start()
     try:
-        host, port = server.get_host_and_port()
+        _, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
         boto3.client(
             "s3",

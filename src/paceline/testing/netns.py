@@ -46,6 +46,15 @@ class Networks:
         """Return a machine's address in a network."""
         return self._machines[machine][network]
 
+    def add_address(self, machine: str, address: str) -> None:
+        """Give a machine an address of its own in no network; ``route`` says who reaches it."""
+        _ip(self._name(machine), "addr", "add", f"{address}/32", "dev", "lo")
+
+    def route(self, machine: str, address: str, *, via: str, network: str) -> None:
+        """Let a machine reach an address through another one of its network."""
+        gate = self.address(via, network)
+        _ip(self._name(machine), "route", "add", f"{address}/32", "via", gate)
+
     def command(self, machine: str, argv: Sequence[str]) -> Sequence[str]:
         """Return the command line that runs ``argv`` on a machine."""
         return (_tool("ip"), "netns", "exec", self._name(machine), *argv)

@@ -9,6 +9,9 @@ from paceline.refit.manifest.payload import describe_object, render_header
 from paceline.refit.manifest.v1 import Manifest, Scheme, Segment
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightPayloadFormat
 
+CHUNK_BYTES = 1000
+"""So small that the smallest tensors of a test are several chunks."""
+
 
 def tensor_entry(buffer: TensorBuffer) -> TensorEntry:
     """Describe one tensor as the manifest does."""
@@ -25,9 +28,9 @@ def full_payload(
     tensors: Iterable[TensorBuffer],
     *,
     aliases: Sequence[tuple[str, str]] = (),
-    chunk_bytes: int = 1000,
+    chunk_bytes: int | None = CHUNK_BYTES,
 ) -> tuple[Manifest, bytes]:
-    """Return a full version of ``tensors`` and its one object."""
+    """Return a full version of ``tensors`` and its one object; chunks of None are a trainer's."""
     ordered = sorted(tensors, key=lambda item: item.name)
     data, segments = bytearray(render_header(WeightPayloadFormat.FULL_TENSOR)), []
     for item in ordered:
@@ -43,7 +46,7 @@ def delta_payload(
     new: Mapping[str, TensorBuffer],
     *,
     aliases: Sequence[tuple[str, str]] = (),
-    chunk_bytes: int = 1000,
+    chunk_bytes: int | None = CHUNK_BYTES,
     scheme_of: Mapping[str, Scheme] | None = None,
 ) -> tuple[Manifest, bytes]:
     """Return the delta between two states of the same tensors and its one object.
@@ -72,7 +75,7 @@ def _manifest(
     aliases: Sequence[tuple[str, str]],
     data: bytes,
     segments: Sequence[tuple[str, Scheme, int, int, int]],
-    chunk_bytes: int,
+    chunk_bytes: int | None,
 ) -> Manifest:
     entries = tuple(tensor_entry(item) for item in ordered)
     item = describe_object([memoryview(data)], chunk_bytes=chunk_bytes)

@@ -13,8 +13,8 @@ from paceline.core.registry import load_entry
 from paceline.refit import compose
 from paceline.refit.control.auth import write_private_json
 from paceline.refit.generators.protocol import EngineConfig
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.model import TensorBuffer, WeightVersion
-from paceline.refit.staging.torch_bytes import byte_view
 from paceline.refit.transports.registry import OBJECT_SERVERS
 from paceline.testing.fakes.trainer import FakeTrainer, State, root_of
 
@@ -22,24 +22,9 @@ DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 
 
 def state_of(model: torch.nn.Module) -> dict[str, TensorBuffer]:
-    """Copy a model's bytes; a tied tensor appears once."""
-    ties = _ties_of(model)
-    views = [
-        byte_view(name, tensor) for name, tensor in model.state_dict().items() if name not in ties
-    ]
-    return {view.name: replace(view, data=memoryview(bytes(view.data))) for view in views}
-
-
-def _ties_of(model: torch.nn.Module) -> dict[str, str]:
-    """Return further names of a tensor -> its first name in the state dict."""
-    first: dict[int, str] = {}
-    for name, tensor in model.state_dict().items():
-        first.setdefault(tensor.data_ptr(), name)
-    return {
-        name: first[tensor.data_ptr()]
-        for name, tensor in model.state_dict().items()
-        if first[tensor.data_ptr()] != name
-    }
+    """Copy a model's bytes, named as in files; a tied tensor appears once."""
+    views = view_named(model, "checkpoint").buffers
+    return {name: replace(view, data=memoryview(bytes(view.data))) for name, view in views.items()}
 
 
 class SmallRun:
@@ -71,8 +56,8 @@ class SmallRun:
         server_class: Any = load_entry(OBJECT_SERVERS, "http", port="transport")
         server = server_class(token=lambda: DATA_TOKEN)
         self._parts.callback(server.close)
-        aliases = tuple(sorted(_ties_of(model).items()))
-        self.trainer = FakeTrainer(self.control, server, aliases=aliases)
+        aliases = tuple(sorted(view_named(model, "checkpoint").aliases.items()))
+        self.trainer = FakeTrainer(self.control, server, aliases=aliases, chunk_bytes=None)
         self.config = compose.EngineServiceConfig(
             engine=EngineConfig(model_dir=model_dir),
             engine_name="vllm",

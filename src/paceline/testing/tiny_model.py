@@ -80,24 +80,23 @@ MIXTURES: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, int]]] = {
 }
 
 
-def write_tiny_moe(directory: Path, *, family: str = "qwen3_moe") -> Path:
+def write_tiny_moe(directory: Path, *, family: str = "qwen3_moe", **given: int) -> Path:
     """Write the same for a mixture of four experts, two of which see each token."""
     tokenizer = tiny_tokenizer()
-    config_class, sizes = MIXTURES[family]
+    config_class, own = MIXTURES[family]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
     config = config_class(
+        architectures=[config_class.__name__.replace("Config", "ForCausalLM")],
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
         num_experts_per_tok=2,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **sizes,
+        **{**sizes, **own, **given},
     )
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -92,6 +92,7 @@ def base_of(model: Any) -> torch.nn.Module:
             if "lora_" not in name
         }
     )
+    assert isinstance(fresh, torch.nn.Module)
     return fresh
 
 

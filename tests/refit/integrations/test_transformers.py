@@ -3,6 +3,7 @@
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from paceline.refit.errors import VersionSkippedError
 from paceline.refit.integrations.transformers import PublishCallback, ReportCallback
 
 
@@ -11,9 +12,20 @@ class RecordingPublisher:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_full = False
 
-    def publish(self, *, step: int) -> None:
+    def publish(self, *, step: int) -> "RecordingPublisher":
         self.calls.append(f"publish {step}")
+        return self
+
+    def result(self) -> None:
+        self.calls.append("ready")
+        if self.is_full:
+            raise VersionSkippedError("no room")
+
+    def flush(self, *, timeout_s: float) -> bool:
+        self.calls.append("flush")
+        return timeout_s > 0
 
     def before_step(self) -> None:
         self.calls.append("before")
@@ -27,13 +39,14 @@ def drive(callback: PublishCallback, steps: int) -> None:
         callback.on_pre_optimizer_step(args, state, control)
         state.global_step = step
         callback.on_step_end(args, state, control)
+    callback.on_train_end(args, state, control)
 
 
 def test_first_version_is_published_before_training() -> None:
     """The weights that training starts from are version 0."""
     publisher = RecordingPublisher()
     drive(PublishCallback(publisher), 0)
-    assert publisher.calls == ["publish 0"]
+    assert publisher.calls == ["publish 0", "ready", "flush"]
 
 
 def test_every_second_step_is_published() -> None:
@@ -42,13 +55,32 @@ def test_every_second_step_is_published() -> None:
     drive(PublishCallback(publisher, every=2), 4)
     assert publisher.calls == [
         "publish 0",
+        "ready",
         "before",
         "before",
         "publish 2",
+        "ready",
         "before",
         "before",
         "publish 4",
+        "ready",
+        "flush",
     ]
+
+
+def test_training_need_not_wait() -> None:
+    """With wait=False nothing is waited for until the end, where failures are raised."""
+    publisher = RecordingPublisher()
+    drive(PublishCallback(publisher, wait=False), 1)
+    assert publisher.calls == ["publish 0", "before", "publish 1", "flush"]
+
+
+def test_versions_left_out_do_not_end_training() -> None:
+    """A policy that leaves versions out is no failure."""
+    publisher = RecordingPublisher()
+    publisher.is_full = True
+    drive(PublishCallback(publisher), 1)
+    assert publisher.calls.count("ready") == 2
 
 
 def test_every_below_one_is_refused() -> None:

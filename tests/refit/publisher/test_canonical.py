@@ -64,7 +64,7 @@ class World:
     def publish(self) -> str:
         """Change an element and publish."""
         self.weights["w"][3] += 1
-        return self.publisher.publish(step=0).version_id
+        return self.publisher.publish(step=0).result().version_id
 
     def state(self, uid: str) -> VersionState:
         return self.control.get_version(uid).state

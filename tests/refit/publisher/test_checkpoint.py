@@ -98,7 +98,7 @@ def test_one_publication_is_loaded_and_followed(
         for step in range(2):
             with torch.no_grad():
                 next(model.parameters()).add_(0.25)
-            published = publisher.publish(step=step)
+            published = publisher.publish(step=step).result()
             assert published.payload_format is CHECKPOINT
             for _ in range(5):
                 receiver.step()
@@ -145,7 +145,7 @@ def test_without_a_bucket_nothing_is_published() -> None:
     for source in (MemoryObjectServer(), SeveralServers([MemoryObjectServer()])):
         ledger, publisher = made(source, {"w": torch.ones(4)}, staging_mode=_HOST)
         with publisher, pytest.raises(PublishError, match="add objectstore"):
-            publisher.publish(step=0)
+            publisher.publish(step=0).result()
         assert ledger.list_versions("m") == []
 
 
@@ -159,7 +159,7 @@ def test_an_index_that_cannot_be_written_leaves_nothing_visible(
     bucket = Bucket(f"file://{tmp_path}")
     ledger, publisher = made(BucketObjectServer(bucket), {"w": torch.ones(4)})
     with publisher:
-        first = publisher.publish(step=0)
+        first = publisher.publish(step=0).result()
         put = Bucket.put_new
 
         def full(self: Bucket, key: str, parts: Any) -> None:
@@ -169,7 +169,7 @@ def test_an_index_that_cannot_be_written_leaves_nothing_visible(
 
         monkeypatch.setattr(Bucket, "put_new", full)
         with pytest.raises(PublishError, match="no room"):
-            publisher.publish(step=1)
+            publisher.publish(step=1).result()
         states = {each.uid: str(each.state) for each in ledger.list_versions("m")}
         assert states[first.version_id] == "READY"
         assert list(states.values()).count("READY") == 1
@@ -182,12 +182,12 @@ def test_a_bucket_without_room_keeps_the_version_before(small_disk: Path, tmp_pa
     weights = {"w": torch.zeros(SMALL_DISK_BYTES // 16)}  # a quarter of the disk
     ledger, publisher = made(BucketObjectServer(bucket), weights)
     with publisher:
-        first = publisher.publish(step=0)
+        first = publisher.publish(step=0).result()
         filler = small_disk / "filler"
         filler.write_bytes(bytes(SMALL_DISK_BYTES * 5 // 8))
         weights["w"] += 1
         with pytest.raises(PublishError, match="remove folders of old versions"):
-            publisher.publish(step=1)
+            publisher.publish(step=1).result()
         states = {each.uid: str(each.state) for each in ledger.list_versions("m")}
         assert states[first.version_id] == "READY"
         assert list(states.values()).count("READY") == 1
@@ -195,7 +195,7 @@ def test_a_bucket_without_room_keeps_the_version_before(small_disk: Path, tmp_pa
         assert bytes(found["w"].data) == bytes(weights["w"].numel() * 4)
         assert not (small_disk / "bucket" / "r-000001" / INDEX).exists()
         filler.unlink()
-        third = publisher.publish(step=2)
+        third = publisher.publish(step=2).result()
         assert bytes(read_checkpoint(bucket, f"{third.version_id}/{INDEX}")["w"].data) == (
             weights["w"].numpy().tobytes()
         )

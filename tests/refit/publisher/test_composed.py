@@ -55,7 +55,7 @@ class Run:
         for _ in range(count):
             self.weights["w"][self.steps :: 97] += 1
             self.weights["b"][self.steps % 50] += 0.5
-            self.publisher.publish(step=self.steps)
+            self.publisher.publish(step=self.steps).result()
             self.steps += 1
 
     def ready(self) -> Mapping[str, WeightVersion]:

@@ -86,7 +86,7 @@ class World:
 
     def publish(self, step: int = 0) -> PublishedVersion:
         self.step()
-        return self.publisher.publish(step=step)
+        return self.publisher.publish(step=step).result()
 
     def states(self) -> dict[str, str]:
         return {uid: str(version.state) for uid, version in self.control.versions.items()}
@@ -382,9 +382,9 @@ def test_equal_payloads_share_an_object(make: Make) -> None:
     world = make(anchor_every=4, keep_old=0)
     world.publish()
     for _ in range(3):
-        world.publisher.publish(step=0)
+        world.publisher.publish(step=0).result()
     assert world.fetch("run-000003")[1] == world.fetch("run-000001")[1]
-    found = world.publisher.publish(step=0)
+    found = world.publisher.publish(step=0).result()
     assert found.anchor_id == "run-000004-full"
     assert set(world.states()) - {uid for uid, _, _ in world.control.shards} == {
         f"run-{number:06d}" for number in range(4)
@@ -528,7 +528,7 @@ def test_over_http() -> None:
     with Publisher(
         control=control, trainer=trainer, source=source, clock=clock, options=options
     ) as publisher:
-        found = publisher.publish(step=0)
+        found = publisher.publish(step=0).result()
         (shard,) = control.list_shards(found.version_id)
         assert shard.manifest_endpoint.startswith(f"{source.endpoint}/v1/manifests/run-000000/")
         data = reader.read_manifest(shard.manifest_endpoint, size_max=2**20, timeout_s=5)

@@ -1,5 +1,6 @@
 """A payload arrives whole and proven, whatever lies between, or not at all."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import PreflightError
 from paceline.core.retry import RetryPolicy
 from paceline.refit.control.tls import KeyPair, issue, new_authority
-from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
+from paceline.refit.errors import FetchError, LyingSourceError, NoRoomError, VerifyError
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorBuffer
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
@@ -272,6 +273,44 @@ def test_a_full_disk_is_an_error_before_the_first_byte(small_disk: Path) -> None
         )
     assert records == []
     assert list(small_disk.iterdir()) == []
+
+
+def grow(fd: int, offset: int, size: int) -> None:
+    """Give a file its size and no room, as some file systems do."""
+    os.ftruncate(fd, offset + size)
+
+
+def test_a_disk_that_breaks_its_word_is_nobodys_fault(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that was promised is not there: told at once, without asking the next source."""
+    monkeypatch.setattr(os, "posix_fallocate", grow)
+    source = MemoryObjectServer()
+    records: list[TransferRecord] = []
+    manifest, data = payload(SMALL_DISK_BYTES)
+    source.serve_object(manifest.objects[0].object_id, [memoryview(data)])
+    limits = FetchLimits(window_bytes=2**20, spool_dir=small_disk)
+    with pytest.raises(NoRoomError, match="cannot be kept: No space left"):
+        fetch(
+            MemoryObjectReader(),
+            [source.endpoint, "memory://another"],
+            limits=limits,
+            records=records,
+            manifest=manifest,
+        )
+    assert {record.source for record in records} == {source.endpoint}
+    assert not any(record.problem for record in records)
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("window", [1, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 1, 10**7])
+def test_windows_of_any_size(window: int, tmp_path: Path) -> None:
+    """Pieces larger than a window go where they stay at once; the bytes are the same."""
+    source = MemoryObjectServer()
+    source.serve_object(OBJECT.object_id, [memoryview(DATA)])
+    limits = FetchLimits(window_bytes=window, spool_dir=tmp_path)
+    assert fetch(MemoryObjectReader(), [source.endpoint], limits=limits) == DATA
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_large_payloads_wait_in_a_file_without_a_name(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Receivers that serve each other: real threads, the real ledger, faults of every kind."""
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.errors import ControlUnavailableError, FetchError
 from paceline.refit.model import TensorBuffer
 from paceline.refit.plan.sources import ReadPolicy
-from paceline.refit.receiver.install import Supply
+from paceline.refit.receiver.fetch import FetchLimits
+from paceline.refit.receiver.install import InstallLimits, Supply
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
+from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.spread import Spread, SpreadOptions
 from paceline.refit.receiver.swarm import Swarm, SwarmOptions
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
@@ -24,6 +28,7 @@ from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.fakes.generator import FakeGenerator
 from paceline.testing.fakes.trainer import FakeTrainer, State, bytes_of, root_of
+from refit.conftest import SMALL_DISK_BYTES
 
 CHUNK_BYTES = 1000
 POLICY = ReadPolicy(patience_s=0.2, patience_unknown_s=0.5, hedge_after_s=0.3)
@@ -101,7 +106,10 @@ class World:
     def __init__(self, *, read_s: float = 0.002) -> None:
         self.clock: Clock = system_clock()
         nonces = (f"n{at}" for at in itertools.count())
-        self.ledger = ControlLedger(MemoryStore(clock=self.clock), nonce=lambda: next(nonces))
+        self.store = MemoryStore(clock=self.clock)
+        self.ledger = ControlLedger(self.store, nonce=lambda: next(nonces))
+        self.control: Any = self.ledger
+        """What receivers call."""
         self.origin = MemoryObjectServer()
         self.trainer = FakeTrainer(self.ledger, self.origin)
         self.read_s = read_s
@@ -139,6 +147,7 @@ class World:
     def add(self, name: str, *, region: str = "", **changes: Any) -> Node:
         server = MemoryObjectServer()
         board: Any = changes.pop("board", self.ledger)
+        fetch = changes.pop("fetch", FetchLimits())
         swarm = Swarm(
             board=board,
             server=server,
@@ -150,8 +159,14 @@ class World:
         spread = Spread(swarm, SpreadOptions(policy=POLICY))
         reader: ObjectReader = Line(self, name)
         receiver = Receiver(
-            ReceiverConfig(worker_id=name, model_name="m", run_id="r", endpoint=""),
-            control=self.ledger,
+            ReceiverConfig(
+                worker_id=name,
+                model_name="m",
+                run_id="r",
+                endpoint="",
+                limits=InstallLimits(fetch=fetch),
+            ),
+            control=self.control,
             engine=engine,
             reader=reader,
             clock=self.clock,
@@ -200,6 +215,29 @@ def test_the_trainer_sends_about_one_payload_to_six() -> None:
     world.stop()
     assert world.bytes_from("trainer") <= 2 * PAYLOAD
     assert len({node.engine.installed() for node in world.nodes.values()}) == 1
+    assert world.refusals() == []
+
+
+def test_what_is_told_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch is over when its last chunk is served on, not when it has come."""
+    accept = PayloadBuffer.accept
+
+    def accept_slowly(payload: PayloadBuffer, number: int, data: memoryview) -> bool:
+        is_first = accept(payload, number, data)
+        system_clock().sleep(0.1)
+        return is_first
+
+    monkeypatch.setattr(PayloadBuffer, "accept", accept_slowly)
+    world = World()
+    world.add("bridge")
+    world.add("island")
+    world.cannot_reach.add(("island", "trainer"))
+    world.start("bridge")
+    world.trainer.publish_full("v0", 0, STATE)
+    world.wait("bridge")
+    world.start("island")
+    world.wait()
+    world.stop()
     assert world.refusals() == []
 
 
@@ -315,6 +353,92 @@ def test_what_is_gone_is_served_no_longer() -> None:
     node.spread.keep_only(frozenset({"v1"}))
     assert world.ledger.list_replicas("v0") == []
     assert node.server._objects._entries == {}
+
+
+@pytest.mark.parametrize("promises", [False, True])
+def test_a_receiver_without_room_harms_nobody(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, *, promises: bool
+) -> None:
+    """Where one keeps what it serves on the disk is full, before the first byte or at the last.
+
+    It says so and blames nobody, the others neither wait for it nor lack anything, and once there
+    is room it takes all from them.
+    """
+    if promises:  # a file system that finds out when it is written to
+        monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: os.ftruncate(fd, at + size))
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(SMALL_DISK_BYTES - PAYLOAD // 2 // 4096 * 4096))
+    world = World()
+    for name in ("n0", "n1"):
+        world.add(name)
+    full = world.add("full", fetch=FetchLimits(window_bytes=1024, spool_dir=small_disk))
+    world.trainer.publish_full("v0", 0, STATE)
+    world.start()
+    world.wait("n0", "n1")
+    deadline = world.clock.monotonic() + 20
+    while not world.refusals():
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.01)
+    assert not full.is_done()
+    assert all("No space" in str(each) or "is full" in str(each) for each in world.refusals())
+    filler.unlink()
+    before = world.bytes_from("trainer")
+    world.wait("full")
+    world.stop()
+    assert world.bytes_from("trainer") < before + PAYLOAD // 2, "reads that were under way may end"
+    assert {each.worker_id for each in world.ledger.list_replicas("v0")} == {"n0", "n1", "full"}
+
+
+class Restarting:
+    """A control service that can be away, and comes back as another process over its records."""
+
+    def __init__(self, ledger: ControlLedger, store: MemoryStore) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._nonces = (f"again-{at}" for at in itertools.count())
+        self.is_away = False
+        self.unheard = 0
+
+    def come_back(self) -> None:
+        self._ledger = ControlLedger(self._store, nonce=lambda: next(self._nonces))
+        self.is_away = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ledger, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            if self.is_away:
+                self.unheard += 1
+                raise ControlUnavailableError("down")
+            return found(*args, **named)
+
+        return call
+
+
+@pytest.mark.parametrize("before", [0, 5 * CHUNK_BYTES, PAYLOAD])
+def test_the_control_service_restarts_in_the_middle(before: int) -> None:
+    """At any point of a fan-out: what is proven stays, and everybody finishes with one digest."""
+    world = World(read_s=0.005)
+    control = Restarting(world.ledger, world.store)
+    world.control = control
+    for at in range(4):
+        world.add(f"n{at}", board=control)
+    world.trainer.publish_full("v0", 0, STATE)
+    world.start()
+    deadline = world.clock.monotonic() + 20
+    while sum(world.sent.values()) < before:
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.001)
+    control.is_away = True
+    while control.unheard < 8:
+        assert world.clock.monotonic() < deadline
+        world.clock.sleep(0.001)
+    control.come_back()
+    world.wait()
+    world.stop()
+    roots = {node.engine.installed() for node in world.nodes.values()}
+    assert [each.root_digest for each in roots if each is not None] == [root_of(STATE)]
+    assert all(node.receiver.figures()["installs"] == 1 for node in world.nodes.values())
 
 
 class DeafBoard:

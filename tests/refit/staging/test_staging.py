@@ -149,4 +149,75 @@ def test_a_shelf_counts_who_is_inside() -> None:
     assert shelf.num_readers == 0
     with shelf.reading("o"), shelf.reading("o"), shelf.reading("missing"):
         assert shelf.num_readers == 2
+        with pytest.raises(StagingError, match="did not leave"):
+            shelf.withdraw("o", patience_s=0)
+        assert shelf.num_readers == 2
     assert shelf.num_readers == 0
+
+
+def test_prepared_memory_is_taken_first() -> None:
+    """One free arena is made ready, no more; the next take gets that one."""
+    allocated: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        allocated.append(num_bytes)
+        return memoryview(bytearray(num_bytes))
+
+    ring = ArenaRing(capacity=3, clock=FakeClock(), allocate=allocate)
+    for _ in range(2):
+        ring.prepare(100)
+    assert allocated == [100]
+    first = ring.take(100)
+    assert allocated == [100]
+    ring.prepare(100)
+    ring.drop(first)
+    assert allocated == [100, 100]
+    taken = [ring.take(100) for _ in range(2)]
+    assert allocated == [100, 100]
+    taken.append(ring.take(200))
+    ring.prepare(100)  # nothing is free
+    assert allocated == [100, 100, 200]
+    assert {arena.index for arena in taken} == {0, 1, 2}
+
+
+def test_a_shelf_serves_the_same_bytes_from_elsewhere() -> None:
+    """New readers get the copy; the old memory is free once nobody is inside it."""
+    shelf, live = ObjectShelf(), bytearray(b"weights")
+    shelf.put("o", [memoryview(live)])
+    copy = [memoryview(b"weights")]
+    shelf.replace("gone", copy, patience_s=0.01)
+    cut: list[str] = []
+    with shelf.reading("o", cancel=lambda: cut.append("old")) as old:
+        assert old is not None
+        with pytest.raises(StagingError, match="did not leave"):
+            shelf.replace("o", copy, patience_s=0.01)
+        with pytest.raises(StagingError, match="did not leave"):
+            shelf.withdraw("o", patience_s=0.01)
+        with pytest.raises(StagingError, match="did not leave"):
+            shelf.replace("o", copy, patience_s=0.01)
+        assert set(cut) == {"old"}
+        with shelf.reading("o") as new:
+            assert new is not None
+            assert next(new.pieces(0, 7)).obj is not live
+        assert next(old.pieces(0, 7)).obj is live
+    shelf.replace("o", copy, patience_s=0.01)
+    live[:] = b"changed"
+    with shelf.reading("o") as new:
+        assert new is not None
+        assert bytes(next(new.pieces(0, 7))) == b"weights"
+    shelf.withdraw("o", patience_s=0.01)
+
+
+def test_replacing_waits_for_readers_to_leave() -> None:
+    """A reader that gets on is not cut, and whoever replaces is back when it has left."""
+    shelf = ObjectShelf()
+    shelf.put("o", [memoryview(b"weights")])
+    cut: list[str] = []
+    replacing = threading.Thread(
+        target=lambda: shelf.replace("o", [memoryview(b"weights")], patience_s=20)
+    )
+    with shelf.reading("o", cancel=lambda: cut.append("old")):
+        replacing.start()
+    replacing.join(20)
+    assert not replacing.is_alive()
+    assert cut == []

@@ -31,6 +31,7 @@ from paceline.testing.clock import FakeClock
 
 FULL, DELTA = WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA
 HOST, PLACE = TrainerStagingMode.COPY_TO_HOST, TrainerStagingMode.IN_PLACE
+DEVICE = TrainerStagingMode.COPY_TO_DEVICE
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
@@ -144,7 +145,7 @@ def test_it_is_found_by_name_and_signs_its_protocols() -> None:
         DELTA,
         WeightPayloadFormat.FULL_HF_CHECKPOINT,
     }
-    assert trainer.supported_staging_modes == {HOST, PLACE}
+    assert trainer.supported_staging_modes == {HOST, DEVICE, PLACE}
 
 
 def test_full_then_deltas_reach_a_second_module() -> None:
@@ -256,7 +257,7 @@ def test_casting_is_only_what_was_asked_for() -> None:
     """Masters in fp32 are rounded to nearest even where a glob says so; integers stay."""
     module = Tiny(7, torch.float32)
     trainer = trainer_of(module, wire_dtypes={"scale": "F32", "*": "BF16"})
-    assert trainer.supported_staging_modes == {HOST}
+    assert trainer.supported_staging_modes == {HOST, DEVICE}
     staged = stage(trainer, FULL)
     entries = {entry.name: entry.dtype for entry in buffers_of(staged).manifest.tensors}
     assert entries == {
@@ -329,13 +330,11 @@ def test_what_is_refused() -> None:
         stage(trainer, DELTA)
     with pytest.raises(ValueError, match="copy of its base"):
         stage(trainer, DELTA, PLACE)
-    for mode in (TrainerStagingMode.UNSPECIFIED, TrainerStagingMode.COPY_TO_DEVICE):
+    for mode in (TrainerStagingMode.UNSPECIFIED, TrainerStagingMode.WRITE_TO_STORAGE):
         with pytest.raises(ValueError, match="staging mode"):
             stage(trainer, FULL, mode)
     with pytest.raises(ValueError, match="payload format"):
         stage(trainer, WeightPayloadFormat.UNSPECIFIED)
-    with pytest.raises(ValueError, match="written to a bucket"):
-        stage(trainer, WeightPayloadFormat.FULL_HF_CHECKPOINT, PLACE)
     with pytest.raises(ValueError, match="not the tensors"):
         trainer.stage_shard(tensors=Tiny(10), staging_mode=HOST, payload_format=FULL)
     stranger = StagedWeightVersionShardData(

@@ -17,17 +17,25 @@ import torch
 
 from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError, PublishError
-from paceline.refit.model import ObjectRange, WeightVersionShardManifest
+from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.model import ObjectRange, Shard, TensorBuffer, WeightVersionShardManifest
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.trainers.protocol import NixlMetadataProvider
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
-from paceline.refit.transports.nixl.reader import BATCH_BYTES, NixlObjectReader
+from paceline.refit.transports.nixl.reader import (
+    BATCH_BYTES,
+    NixlObjectReader,
+    _descriptors,
+    _Move,
+)
 from paceline.refit.transports.nixl.server import NixlObjectServer
 from paceline.refit.transports.nixl.table import Stretch, Table, parse_table, render_table
-from paceline.refit.transports.protocol import Part, Terms, read_object, read_parts
+from paceline.refit.transports.protocol import Part, Terms, TransferRecord, read_object, read_parts
 from paceline.system import environ, system_clock
 from paceline.testing.contracts.transport import Link, TransportContract
+from paceline.testing.payloads import full_payload
 
 TOKEN = "of-this-test"  # noqa: S105 - not a secret
 _names = itertools.count()
@@ -188,6 +196,142 @@ def test_parts_of_a_batch_and_above() -> None:
     assert set(record.stages) == {"plan", "move"}
     source.close()
     sink.close()
+
+
+class CountingDoor(HttpObjectReader):
+    """Counts what is asked for."""
+
+    asked = 0
+
+    def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
+        self.asked += 1
+        return super().read_manifest(address, size_max=size_max, timeout_s=timeout_s)
+
+
+def counting_reader() -> tuple[NixlObjectReader, NixlAgent, CountingDoor]:
+    door = CountingDoor(token=lambda: TOKEN, clock=system_clock(), chance=lambda: 0.5)
+    found = agent("reader")
+    return NixlObjectReader(found, door, clock=system_clock()), found, door
+
+
+def test_a_session_asks_once_and_its_window_stays_registered() -> None:
+    """Plans of a session know where objects are; the next session has the same window again."""
+    data = np.random.default_rng(1).integers(0, 256, 10_000, dtype=np.uint8).tobytes()
+    source = server()
+    source.serve_object("ab", [memoryview(data)])
+    sink, found, door = counting_reader()
+    known: set[int] = set()
+    for session in range(3):
+        with sink.session(window_bytes=4000 - session) as opened:
+            known.add(region_of(opened.window).address)
+            for offset in range(0, 10_000, 2000):
+                part = Part(
+                    wanted=ObjectRange(object_id="ab", offset=offset, size=2000),
+                    target=opened.window[:2000],
+                )
+                read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+                assert bytes(part.target) == data[offset : offset + 2000]
+            assert door.asked == session + 1
+    assert len(known) == 1
+    with sink.session(window_bytes=2000) as one, sink.session(window_bytes=2000) as other:
+        assert region_of(one.window).address != region_of(other.window).address
+    bare = len(agent("bare").nixl_metadata)
+    assert len(found.nixl_metadata) > bare
+    sink.close()
+    assert found._registered == {}
+    source.close()
+
+
+def test_a_session_asks_anew_when_a_read_has_failed() -> None:
+    """What a source said is believed until it does not hold."""
+    source = server()
+    source.serve_object("ab", [memoryview(bytes(range(200)))])
+    sink, _, door = counting_reader()
+    with sink.session(window_bytes=200) as opened:
+        wanted = ObjectRange(object_id="ab", offset=0, size=200)
+        part = Part(wanted=wanted, target=opened.window)
+        read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+        with pytest.raises(FetchError, match="not done"):
+            read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=-1))
+        read_parts(opened.reader, source.endpoint, [part], Terms(timeout_s=60))
+        assert bytes(opened.window) == bytes(range(200))
+        assert door.asked == 2
+    sink.close()
+    source.close()
+
+
+def weights() -> tuple[Manifest, bytes]:
+    """Three tensors, of which one is larger than the windows below."""
+    values = np.random.default_rng(5).integers(0, 256, 90_000, dtype=np.uint8)
+    cuts = np.split(values, [20_000, 80_000])
+    return full_payload(
+        TensorBuffer(name=f"w{at}", dtype="U8", shape=(len(cut),), data=cut.data)
+        for at, cut in enumerate(cuts)
+    )
+
+
+@pytest.mark.parametrize("trouble", ["none", "lies", "lies in a large one", "gone", "goes"])
+def test_a_receivers_fetch(trouble: str) -> None:
+    """Window after window over NIXL: a source that lies or leaves is made up for by the next."""
+    manifest, data = weights()
+    first, second = server(), server()
+    wrong = bytearray(data)
+    if trouble.startswith("lies"):
+        wrong[100 if trouble == "lies" else 50_000] ^= 1
+    object_id = manifest.objects[0].object_id
+    first.serve_object(object_id, [memoryview(wrong)])
+    second.serve_object(object_id, [memoryview(data)])
+    if trouble == "gone":
+        first.close()
+    reads = itertools.count()
+
+    def between_reads() -> None:
+        if trouble == "goes" and next(reads) == 3:
+            first.close()
+
+    records: list[TransferRecord] = []
+    sink = reader()
+    parts = FetchParts(
+        clock=system_clock(),
+        limits=FetchLimits(window_bytes=30_000),
+        on_record=records.append,
+        between_reads=between_reads,
+    )
+    sources = [shard_of(each.endpoint) for each in (first, second)]
+    found = Fetcher(sink, parts).fetch_objects(manifest, sources, bytes_max=2**20)
+    assert bytes(found[object_id]) == data
+    told = [record.problem for record in records if record.problem]
+    if trouble.startswith("lies"):
+        assert f"{first.endpoint} is to be avoided" in told[0]
+    if trouble == "none":
+        assert told == []
+    for each in (sink, first, second):
+        each.close()
+
+
+def shard_of(endpoint: str) -> Shard:
+    return Shard(
+        version_id="v",
+        source_slot_id="s",
+        worker_id=endpoint,
+        tensor_count=3,
+        total_bytes=1,
+        manifest_digest="",
+        manifest_endpoint=f"{endpoint}/v1/manifests/v/s",
+    )
+
+
+def test_batches_take_as_few_descriptors_as_memory_is_apart() -> None:
+    """Neighbours on both sides are one stretch; where either side jumps there are two."""
+
+    def move(local: int, remote: int, size: int) -> _Move:
+        return _Move(part=0, local=Region(local, size), remote=Region(remote, size))
+
+    local, remote = _descriptors([move(0, 100, 10), move(10, 110, 5), move(15, 200, 5)])
+    assert local == [Region(0, 15), Region(15, 5)]
+    assert remote == [Region(100, 15), Region(200, 5)]
+    local, remote = _descriptors([move(0, 100, 10), move(20, 110, 5)])
+    assert (len(local), len(remote)) == (2, 2)
 
 
 def test_agent_provides_what_the_trainer_contract_asks() -> None:

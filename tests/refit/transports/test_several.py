@@ -1,5 +1,8 @@
 """Several transports as one: served through all, read through the best that works."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import pytest
 
 from paceline.refit.errors import FetchError, PublishError
@@ -7,7 +10,15 @@ from paceline.refit.model import ObjectRange
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
-from paceline.refit.transports.protocol import ObjectReader, Part, Terms, read_object, read_parts
+from paceline.refit.transports.protocol import (
+    ObjectReader,
+    Part,
+    ReadPlan,
+    ReadSession,
+    Terms,
+    read_object,
+    read_parts,
+)
 from paceline.refit.transports.several import LEFT_ALONE_S, SeveralReaders, SeveralServers
 from paceline.testing.clock import FakeClock
 from paceline.testing.contracts.transport import Link, TransportContract
@@ -119,3 +130,34 @@ def test_all_or_none() -> None:
     source.close()
     with pytest.raises(ValueError, match="at least one"):
         SeveralServers([])
+
+
+def test_a_session_is_that_of_the_reader_that_has_one() -> None:
+    """Its window is lent through, its way is read through it, and what failed stays left alone."""
+    source, clock = servers(), FakeClock()
+    source.serve_object("ab", [memoryview(DATA)])
+    lent = memoryview(bytearray(100))
+
+    class Able(MemoryObjectReader):
+        is_in_session = False
+
+        @contextmanager
+        def session(self, *, window_bytes: int) -> Iterator[ReadSession]:
+            reader = Able()
+            reader.is_in_session = True
+            yield ReadSession(reader=reader, window=lent[:window_bytes])
+
+        def plan_read(self, endpoint: str, parts: Sequence[Part], *, timeout_s: float) -> ReadPlan:
+            assert self.is_in_session
+            return super().plan_read(endpoint, parts, timeout_s=timeout_s)
+
+    readers: dict[str, ObjectReader] = {"http": http_reader(), "memory": Able()}
+    several = SeveralReaders(readers, clock=clock)
+    several.note_failure(source.endpoint.split()[1])
+    with several.session(window_bytes=50) as session:
+        part = Part(wanted=ObjectRange(object_id="ab", offset=7, size=50), target=session.window)
+        record = read_parts(session.reader, source.endpoint, [part], Terms(timeout_s=5))
+        assert record.transport == "memory"
+    assert lent[:50] == DATA[7:57]
+    several.close()
+    source.close()

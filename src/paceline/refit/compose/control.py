@@ -143,7 +143,7 @@ def start_control_server(  # noqa: PLR0913 - options of their own, all but one w
 
 def _serve_metrics(listen: str, parts: ExitStack) -> tuple[str, Callable[[str, str, float], None]]:
     """Answer scrapes until ``parts`` are closed; return where, and what to tell of each call."""
-    from paceline.refit.control.address import join_address, split_address
+    from paceline.core.address import join_address, split_address
 
     metrics_class: Any = load_entry(
         {"prometheus": LazyEntry("paceline.telemetry.metrics", "ControlMetrics", extra="serve")},
@@ -187,7 +187,7 @@ def connect_control(
         PreflightError: the token would leave this computer in plain text, or the trusted file
             is unfit.
     """
-    from paceline.refit.control.address import require_loopback
+    from paceline.core.address import require_loopback
     from paceline.refit.control.client import GrpcControlPlane
     from paceline.refit.control.tls import CA_VARIABLE, read_trusted
 

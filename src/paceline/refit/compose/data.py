@@ -12,6 +12,7 @@ from paceline.core.registry import LazyEntry, load_entry
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.transports.protocol import ObjectReader
 from paceline.refit.transports.registry import OBJECT_READERS, OBJECT_SERVERS
+from paceline.refit.transports.routes import ROUTES_VARIABLE, Routes
 from paceline.refit.transports.several import SeveralReaders, SeveralServers, Source
 
 _SCHEMES: Mapping[str, Sequence[str]] = {
@@ -55,6 +56,8 @@ class DataPlane:
     """PEM authorities that https:// sources are checked with; the system's without one."""
     server_name: str | None = None
     """What https:// sources must prove to be; the host that they are reached by without one."""
+    routes: Path | None = None
+    """A file of shorter ways to sources, see transports/routes.py."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.transports if name not in _SCHEMES]
@@ -88,6 +91,7 @@ _PATHS = {
     "PACELINE_DATA_CERTIFICATE": "certificate",
     "PACELINE_DATA_KEY": "key",
     "PACELINE_DATA_CA": "trusted",
+    ROUTES_VARIABLE: "routes",
 }
 
 
@@ -189,7 +193,11 @@ def _reader(transport: str, plane: DataPlane, token: Callable[[], str], name: st
         found = reader_class(_agent(name), _reader("http", plane, token, name), clock=clock)
     else:
         options_class: Any = load_entry(_HTTP, "reader", port="transport")
-        options = options_class(trusted=_trusted(plane.trusted), server_name=plane.server_name)
+        options = options_class(
+            trusted=_trusted(plane.trusted),
+            server_name=plane.server_name,
+            routes=Routes(plane.routes),
+        )
         found = reader_class(token=token, clock=clock, chance=system.chance, options=options)
     return found
 

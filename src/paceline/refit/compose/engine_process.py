@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from paceline import system
+from paceline.core.address import join_address, told_as
 from paceline.core.clock import Clock
 from paceline.core.errors import PreflightError
 from paceline.core.registry import load_entry
@@ -87,8 +88,7 @@ def start_engine_process(config: EngineServiceConfig) -> EngineProcess:
     clock = system.system_clock()
     worker_id = config.worker_id or new_worker_id(config)
     config = replace(config, worker_id=worker_id, port=config.port or _free_port(config.host))
-    shown = f"[{config.host}]" if ":" in config.host else config.host
-    endpoint = f"http://{shown}:{config.port}"
+    endpoint = f"http://{join_address(told_as(config.host), config.port)}"
     command: Any = load_entry(ENGINE_SERVERS, config.engine_name, port="engine with a server")
     settings = ServerSettings(service=config, endpoint=endpoint, parent=os.getpid())
     process = subprocess.Popen(  # noqa: S603 - our own interpreter

@@ -8,19 +8,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from paceline import system
+from paceline.core.address import is_loopback, told_as
 from paceline.core.errors import PreflightError, UsageError
 from paceline.refit.compose.data import DataPlane, open_source
 from paceline.refit.compose.keys import DATA_NAME
 from paceline.refit.control import auth
-from paceline.refit.control.address import is_loopback
 from paceline.refit.control.protocol import ReplicaBoard
 from paceline.refit.manifest.signature import (
     Statement,
-    Trust,
     parse_signed,
     sign_manifest,
     signing_key,
-    statement_of,
+    trust_in,
     verify_key,
 )
 from paceline.refit.model import WeightVersion
@@ -71,8 +70,7 @@ def check_of(version: WeightVersion, credentials: auth.Credentials) -> Callable[
 
     def check(data: bytes) -> None:
         if credentials.verify_key:
-            key = verify_key(credentials.verify_key)
-            Trust(key=key, expected=statement_of(version)).check(parse_signed(data))
+            trust_in(version, verify_key(credentials.verify_key)).check(parse_signed(data))
 
     return check
 
@@ -91,7 +89,7 @@ def may_serve_on(plane: DataPlane, region: str) -> bool:
     Loopback is one computer only; with RDMA or a bucket before HTTP no uplink is narrow.
     """
     is_http = plane.transports[0] == "http"
-    return is_http and (region in ALONE or not is_loopback(plane.host))
+    return is_http and (region in ALONE or not is_loopback(told_as(plane.host)))
 
 
 def open_supply(

@@ -21,7 +21,10 @@ from paceline.refit.control.protocol import ControlPlane, SupportsVersionWatch
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import ControlError
 from paceline.refit.model import Event, TrainerStagingMode, WeightPayloadFormat
+from paceline.refit.publisher.values import WhenInPlace, WhenLeased, WhenUnproven
+from paceline.refit.trainers.dtypes import WireDtypes
 from paceline.refit.trainers.registry import TRAINER_ENGINES
+from paceline.refit.transports.routes import Routes
 
 if TYPE_CHECKING:
     from paceline.refit.publisher import CanonicalPublisher, Publisher
@@ -54,6 +57,9 @@ class RunSettings:
     payload_format: WeightPayloadFormat = WeightPayloadFormat.XOR_DELTA
     format: PublishedFormat = PublishedFormat.PACELINE
     staging_mode: TrainerStagingMode = TrainerStagingMode.COPY_TO_HOST
+    when_leased: WhenLeased = WhenLeased.BLOCK
+    when_in_place: WhenInPlace = WhenInPlace.WAIT
+    when_unproven: WhenUnproven = WhenUnproven.ANCHOR
     anchor_every: int = 8
     max_staleness: int = 2
     link_mbps: float | None = None
@@ -66,6 +72,10 @@ class RunSettings:
     """Where its first process listens, the others of one machine behind it; 0 is any."""
     local_rank: int = 0
     """Which process of its machine it is."""
+    world_size: int = 0
+    """How many processes train together, as torchrun says; 0: it did not start this one."""
+    incarnation: str = ""
+    """What torchrun calls this start of all of them."""
     out: Path = Path("out")
     """What is written there is pulled when the run ends."""
     resume_from: Path | None = None
@@ -90,7 +100,11 @@ def run_settings(environ: Mapping[str, str]) -> RunSettings:
         for name, (field, convert) in _VARIABLES.items()
         if environ.get(name)
     }
-    return RunSettings(**given, data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]))
+    return RunSettings(
+        **given,
+        incarnation="/".join(environ[name] for name in _INCARNATION if name in environ),
+        data=data_plane(environ, run_id=environ["PACELINE_RUN_ID"]),
+    )
 
 
 def _number(text: str) -> int:
@@ -110,18 +124,6 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _payload(text: str) -> WeightPayloadFormat:
-    return _member(WeightPayloadFormat, text)
-
-
-def _format(text: str) -> PublishedFormat:
-    return _member(PublishedFormat, text)
-
-
-def _staging(text: str) -> TrainerStagingMode:
-    return _member(TrainerStagingMode, text)
-
-
 def _member(enum: type[_E], text: str) -> _E:
     try:
         return enum(text)
@@ -130,6 +132,7 @@ def _member(enum: type[_E], text: str) -> _E:
         raise UsageError(f"{text!r} in a PACELINE_ variable is none of {known}") from exc
 
 
+_INCARNATION = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _NEEDED = ("PACELINE_RUN_ID", "PACELINE_MODEL", "PACELINE_CONTROL")
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_RUN_ID": ("run_id", str),
@@ -137,15 +140,19 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "PACELINE_CONTROL": ("control", str),
     "PACELINE_ROLE": ("role", str),
     "PACELINE_INDEX": ("index", _number),
-    "PACELINE_PAYLOAD": ("payload_format", _payload),
-    "PACELINE_FORMAT": ("format", _format),
-    "PACELINE_STAGING": ("staging_mode", _staging),
+    "PACELINE_PAYLOAD": ("payload_format", partial(_member, WeightPayloadFormat)),
+    "PACELINE_FORMAT": ("format", partial(_member, PublishedFormat)),
+    "PACELINE_STAGING": ("staging_mode", partial(_member, TrainerStagingMode)),
+    "PACELINE_WHEN_LEASED": ("when_leased", partial(_member, WhenLeased)),
+    "PACELINE_WHEN_IN_PLACE": ("when_in_place", partial(_member, WhenInPlace)),
+    "PACELINE_WHEN_UNPROVEN": ("when_unproven", partial(_member, WhenUnproven)),
     "PACELINE_ANCHOR_EVERY": ("anchor_every", _number),
     "PACELINE_MAX_STALENESS": ("max_staleness", _number),
     "PACELINE_LINK_MBPS": ("link_mbps", _rate),
     "PACELINE_HOST": ("host", str),
     "PACELINE_PORT": ("port", _number),
     "LOCAL_RANK": ("local_rank", _number),
+    "WORLD_SIZE": ("world_size", _number),
     "PACELINE_OUT": ("out", Path),
     "PACELINE_RESUME_FROM": ("resume_from", Path),
 }
@@ -185,43 +192,71 @@ class TrainerConnection:
         self,
         tensors: object,
         *,
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         quantise: "Quantise | None" = None,
+        mesh: object = None,
+        alone: bool = False,
+        engine: str = "",
+        **options: object,
     ) -> "Publisher | CanonicalPublisher":
         """Return a publisher of ``tensors`` that is not started yet: enter it, or call start().
 
+        Where torchrun started several processes, each of them makes one and publishes its own part
+        of every version; nothing is gathered.
+
         Args:
-            tensors: a ``torch.nn.Module`` or a mapping name -> tensor.
+            tensors: a ``torch.nn.Module``, also a ``PeftModel``, or a mapping name -> tensor.
             wire_dtypes: glob over names -> dtype word, e.g. ``{"*": "BF16"}`` for fp32 masters
-                behind bf16 engines. Nothing is cast that is not named here.
+                behind bf16 engines; or a ``DtypePolicy``. Nothing is cast that is not named here.
             quantise: turns a tensor into the codes and scales that the engines serve, see
                 ``paceline.refit.trainers.quantise``.
+            mesh: the ``DeviceMesh`` of all processes, where no tensor lies on all of it.
+            alone: this process publishes all of the tensors, whatever others there are.
+            engine: a name of the trainer adapter, where it is not plain from the tensors, such as
+                ``megatron`` or ``deepspeed``; docs/guides/trainers.md lists them.
+            options: the adapter's own, such as ``publishes="alone"`` for the LoRA of a
+                ``PeftModel``, which is published merged otherwise.
 
         Raises:
             MissingExtraError: torch is not installed.
             PreflightError: the port cannot be listened on.
+            UsageError: a LoRA alone, in a format that has none.
             ValueError: the tensors or the policy do not fit.
         """
         from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
 
-        options = PublisherOptions(
+        how = PublisherOptions(
             model_name=self.settings.model_name,
             run_id=self.settings.run_id,
             worker_id=self.worker_id,
             staging_mode=self.settings.staging_mode,
             payload_format=self.settings.payload_format,
             anchor_every=self.settings.anchor_every,
+            when_leased=self.settings.when_leased,
+            when_in_place=self.settings.when_in_place,
+            when_unproven=self.settings.when_unproven,
             sign=signer(self._credentials),
             checkpoint_files=_config_of(tensors),
+            incarnation=self.settings.incarnation,
         )
-        made = partial(self._trainer, tensors, wire_dtypes=wire_dtypes, quantise=quantise)
+        engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
+        if engine == "sharded":
+            options["mesh"] = mesh
+        options |= {"wire_dtypes": wire_dtypes, "quantise": quantise}
+        made = partial(self._trainer, tensors, engine, options)
         if self.settings.format is PublishedFormat.CANONICAL:
+            if self.settings.world_size > 1 and not alone:
+                raise UsageError(
+                    "canonical versions have one source: publish from one process, with alone=True"
+                )
+            if options.get("publishes") == "alone":
+                raise UsageError("the canonical format has no LoRAs: publish it merged")
             return CanonicalPublisher(
                 control=self._control,
                 trainer=made(storage=None),
                 bucket=open_bucket(self.settings.data),
                 clock=self._clock,
-                options=options,
+                options=how,
                 notify=self.notify,
             )
         settings = self.settings
@@ -241,27 +276,26 @@ class TrainerConnection:
             trainer=trainer,
             source=server,
             clock=self._clock,
-            options=options,
+            options=how,
             notify=self.notify,
         )
 
     def _trainer(
         self,
         tensors: object,
+        engine: str,
+        options: Mapping[str, object],
         *,
-        wire_dtypes: Mapping[str, str] | None,
-        quantise: "Quantise | None",
         storage: "Source | None",
     ) -> Any:
         """Return an adapter with the tensors bound. Raises MissingExtraError, ValueError."""
-        trainer_class: Any = load_entry(TRAINER_ENGINES, "torch", port="trainer engine")
+        trainer_class: Any = load_entry(TRAINER_ENGINES, engine, port="trainer engine")
         rate = self.settings.link_mbps
         trainer = trainer_class(
             clock=self._clock,
-            wire_dtypes=wire_dtypes,
-            quantise=quantise,
             link=LOCAL if rate is None else Link(bits_per_s=rate * 1e6),
             storage=storage,
+            **options,
         )
         trainer.bind_tensors(tensors)
         return trainer
@@ -274,6 +308,7 @@ class TrainerConnection:
             run_id=self.settings.run_id,
             max_staleness=self.settings.max_staleness,
             data_token=self._credentials.data_token,
+            routes=self.settings.data.routes,
         )
         self._parts.callback(client.close)
         return client
@@ -290,6 +325,13 @@ class TrainerConnection:
             self._control.record_event(event)
         except ControlError as exc:
             log.warning("event %s was not recorded: %s", name, exc)
+
+
+def _engine_of(tensors: object, *, is_shared: bool) -> str:
+    """Return the trainer adapter for these tensors, as far as they tell."""
+    if hasattr(tensors, "get_base_model"):
+        return "peft"
+    return "sharded" if is_shared else "torch"
 
 
 def _config_of(tensors: object) -> Mapping[str, bytes]:
@@ -325,6 +367,7 @@ def connect_rollouts(
     run_id: str,
     max_staleness: int,
     data_token: str,
+    routes: Path | None = None,
 ) -> "RolloutClient":
     """Return a client of the run's rollout engines, as the control service knows them.
 
@@ -334,6 +377,7 @@ def connect_rollouts(
         run_id: whose versions count.
         max_staleness: how many sequences behind the newest an engine may be.
         data_token: what the engines want to see.
+        routes: a file of shorter ways to them, see transports/routes.py.
     """
     from paceline.refit.rollouts import FleetWatch, RolloutClient, RolloutConfig
 
@@ -341,7 +385,12 @@ def connect_rollouts(
     if isinstance(control, SupportsVersionWatch):
         fleet.start(control)
     return RolloutClient(
-        RolloutConfig(max_staleness=max_staleness, token=data_token, model_name=model_name),
+        RolloutConfig(
+            max_staleness=max_staleness,
+            token=data_token,
+            model_name=model_name,
+            routes=Routes(routes),
+        ),
         fleet=fleet,
         clock=system.system_async_clock(),
         chance=system.chance,

@@ -47,7 +47,7 @@ class LlmFollower:
         config = replace(config, worker_id=config.worker_id or new_worker_id(config))
         driver_class: Any = load_entry(VLLM_PARTS, "offline", port="part for vLLM")
         driver = self._driver = driver_class(llm)
-        self._workers = WorkersEngine(driver)
+        self._workers = WorkersEngine(driver, clock=self._clock)
         with ExitStack() as parts:
             control = control_of(config, load_credentials(config.credentials).control_token)
             parts.callback(control.close)

@@ -33,6 +33,8 @@ from paceline.refit.generators.registry import VLLM_PARTS
 from paceline.refit.generators.workers import LinkConfig, WorkersEngine
 from paceline.refit.receiver.fleet import WorkersInstaller
 from paceline.refit.receiver.loop import Receiver
+from paceline.refit.receiver.policy import UpdatePolicy
+from paceline.refit.receiver.updating import UpdateGate
 from paceline.refit.serving.app import ServingParts, build_app
 from paceline.refit.serving.response import render_error
 
@@ -79,8 +81,6 @@ class ServerSettings:
     service: EngineServiceConfig
     endpoint: str
     """Where clients reach the server."""
-    pause_mode: str = "keep"
-    """What an update does to running requests: keep, wait or abort."""
     parent: int = 0
     """Process whose end ends the server; 0: none."""
 
@@ -90,7 +90,7 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     service = asdict(settings.service)
     service["engine"]["model_dir"] = str(settings.service.engine.model_dir)
     service["credentials"] = str(settings.service.credentials or "")
-    rest = {name: getattr(settings, name) for name in ("endpoint", "pause_mode", "parent")}
+    rest = {name: getattr(settings, name) for name in ("endpoint", "parent")}
     return {VARIABLE: json.dumps({"service": service, **rest})}
 
 
@@ -224,20 +224,24 @@ def _start_service(
     credentials = load_credentials(config.credentials)
     driver_class: Any = load_entry(VLLM_PARTS, "online", port="part for vLLM")
     engine_class: Any = load_entry(VLLM_PARTS, "engine", port="part for vLLM")
-    driver = driver_class(client, loop, pause_mode=settings.pause_mode, timeout_s=CALL_TIMEOUT_S)
-    workers = WorkersEngine(driver)
-    engine = engine_class(
+    driver = driver_class(
+        client, loop, update=config.update, drain_s=config.drain_s, timeout_s=CALL_TIMEOUT_S
+    )
+    inner = engine_class(
         client,
         loop,
-        workers=workers,
+        workers=WorkersEngine(driver, clock=clock),
         max_waiting=config.engine.max_waiting,
         new_id=system.new_nonce,
+    )
+    engine = UpdateGate(
+        inner, policy=UpdatePolicy(config.update), drain_s=config.drain_s, clock=clock
     )
     with ExitStack() as parts:
         control = control_of(config, credentials.control_token)
         parts.callback(control.close)
         installer = WorkersInstaller(
-            driver, engine=workers, clock=clock, stage_timeout_s=STAGE_TIMEOUT_S
+            driver, engine=engine, clock=clock, stage_timeout_s=STAGE_TIMEOUT_S
         )
         receiver = receiver_for(
             config, control, engine, parts, endpoint=settings.endpoint, installer=installer
@@ -255,6 +259,7 @@ def _start_service(
                 token=credentials.data_token,
                 health=receiver.health,
                 figures=receiver.figures,
+                newest=lambda: receiver.newest,
                 clock=clock,
                 new_id=system.new_nonce,
             )

@@ -88,7 +88,14 @@ class RunLink:
         )
         self._register_at = self._clock.monotonic() + REGISTRATION_TTL_S / 3
 
-    def stage(self, uid: str, *, mirror: Mirror, between_reads: Callable[[], None]) -> Staged:
+    def stage(
+        self,
+        uid: str,
+        *,
+        mirror: Mirror,
+        between_reads: Callable[[], None],
+        known: frozenset[str] | None = None,
+    ) -> Staged:
         """Fetch and prove a version, see Link."""
         self.register()
         version = self._control.get_version(uid)
@@ -107,8 +114,10 @@ class RunLink:
             supply=self._supply,
             prepare=mirror.bind,
         )
-        versions = self._control.list_versions(version.model_name)
-        installer.keep_only(frozenset(each.uid for each in versions))
+        if known is None:  # whoever drives vLLM's four calls alone does not say
+            versions = self._control.list_versions(version.model_name)
+            known = frozenset(each.uid for each in versions)
+        installer.keep_only(known)
         staged, fetched_bytes = installer.stage(version, base=mirror.base, between_reads=keep_alive)
         return Staged(version=label_of(version), install=staged, fetched_bytes=fetched_bytes)
 

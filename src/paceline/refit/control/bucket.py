@@ -144,7 +144,9 @@ class BucketControl:
         """Refuse. Raises PreconditionError."""
         self._refuse()
 
-    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
+    def describe_version(
+        self, uid: str, description: VersionDescription, *, source_slot_id: str | None = None
+    ) -> WeightVersion:
         """Refuse. Raises PreconditionError."""
         self._refuse()
 

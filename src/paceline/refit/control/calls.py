@@ -119,7 +119,11 @@ def _describe_version(
     plane: ControlPlane, request: own.DescribeVersionRequest
 ) -> own.DescribeVersionResponse:
     require_field(request, "description")
-    version = plane.describe_version(request.uid, convert.parse_description(request.description))
+    version = plane.describe_version(
+        request.uid,
+        convert.parse_description(request.description),
+        source_slot_id=request.source_slot_id if request.HasField("source_slot_id") else None,
+    )
     return own.DescribeVersionResponse(record=convert.to_record(version))
 
 

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar, cast
 
 import grpc
 
+from paceline.core import address as addresses
 from paceline.core.clock import Clock
 from paceline.core.retry import RetryPolicy
-from paceline.refit.control import address as addresses
 from paceline.refit.control.status import error_of
 from paceline.refit.errors import (
     ControlError,
@@ -201,11 +201,15 @@ class GrpcControlPlane:
         reply = self._call(lambda: own.ListVersionsRequest(model_name=model_name, run_id=run_id))
         return self._read(lambda: [convert.parse_record(record) for record in reply.records])
 
-    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
-        """Attach the description, once."""
+    def describe_version(
+        self, uid: str, description: VersionDescription, *, source_slot_id: str | None = None
+    ) -> WeightVersion:
+        """Attach the description, once, or a slot's part of it."""
         reply = self._call(
             lambda: own.DescribeVersionRequest(
-                uid=uid, description=convert.to_description(description)
+                uid=uid,
+                description=convert.to_description(description),
+                source_slot_id=source_slot_id,
             )
         )
         return self._read(lambda: convert.parse_record(reply.record))

@@ -15,13 +15,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-from paceline.refit.control import chains, creation, history, reaper, records, replicas, rules
+from paceline.refit.control import (
+    chains,
+    creation,
+    describing,
+    history,
+    reaper,
+    records,
+    replicas,
+    rules,
+)
 from paceline.refit.control.catalog import Catalog, is_of_run
 from paceline.refit.control.lookup import (
     is_draining,
     purge_leases,
     put_state,
-    put_version,
     read_live_lease,
     read_model_head,
     read_worker,
@@ -261,25 +269,17 @@ class ControlLedger:
         rules.require_text(self._limits, model_name=model_name)
         return self._catalog.changes(model_name, run_id=run_id, after=after)
 
-    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
-        """Attach the description, once."""
+    def describe_version(
+        self, uid: str, description: VersionDescription, *, source_slot_id: str | None = None
+    ) -> WeightVersion:
+        """Attach the description, once, or a slot's part of it."""
         rules.require_text(self._limits, uid=uid)
         rules.check_description(description, self._limits)
-
-        def decide(tx: Transaction) -> WeightVersion:
-            record = require_version(tx, uid)
-            if record.version.description == description:
-                return record.version
-            if record.version.description is not None:
-                raise AlreadyExistsError(
-                    f"version {uid!r} is described already, differently; publish a new version"
-                )
-            chains.follow_run(tx, record.version, description)
-            version = replace(record.version, description=description)
-            put_version(tx, replace(record, version=version))
-            return version
-
-        return self._write(decide)
+        if source_slot_id is None:
+            return self._write(lambda tx: describing.describe(tx, uid, description))
+        slot = source_slot_id
+        rules.require_text(self._limits, source_slot_id=slot)
+        return self._write(lambda tx: describing.describe_slot(tx, uid, slot, description))
 
     def list_leases(self, version_id: str) -> Sequence[Lease]:
         """Return the live leases of a version."""

@@ -104,11 +104,20 @@ class ControlPlane(Protocol):
         """Return every recorded version of a model, oldest first, with descriptions."""
         ...
 
-    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
+    def describe_version(
+        self, uid: str, description: VersionDescription, *, source_slot_id: str | None = None
+    ) -> WeightVersion:
         """Attach the description, once; the same one again is fine.
+
+        Args:
+            uid: of the version.
+            description: of all of it, or of what one slot brings: roots over the slot's tensors.
+            source_slot_id: that slot. With the last one the version has a description: counts
+                added up, and the roots that ``digest.version_root`` makes of the slots'.
 
         Raises:
             AlreadyExistsError: it has a different one.
+            PreconditionError: the slots do not describe one state of one run.
         """
         ...
 

@@ -260,6 +260,9 @@ def _evict_orphans(tx: Transaction, uid: str) -> tuple[int, int]:
 def _remove_version(tx: Transaction, record: VersionRecord) -> None:
     version = record.version
     tx.delete(records.idempotency_key(version.model_name, version.idempotency_key))
+    if len(version.expected_source_slots) > 1:
+        for slot in version.expected_source_slots:
+            tx.delete(records.part_key(version.uid, slot))
     for delta in tx.list(records.deltas_prefix(version.uid)):
         tx.delete(delta.key)
     replicas.forget_all(tx, version.uid)

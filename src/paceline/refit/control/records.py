@@ -173,6 +173,11 @@ def shard_key(version_id: str, slot: str, worker_id: str) -> str:
     return f"{shards_prefix(version_id)}{_escape(slot)}/{_escape(worker_id)}"
 
 
+def part_key(version_id: str, slot: str) -> str:
+    """Return where one slot's part of a version's description is."""
+    return f"part/{_escape(version_id)}/{_escape(slot)}"
+
+
 def replicas_prefix(version_id: str) -> str:
     """Return what the keys of a version's replicas start with."""
     return f"replica/{_escape(version_id)}/"
@@ -322,6 +327,11 @@ def decode_pin(value: bytes) -> Pin:
 def decode_shard(value: bytes) -> Shard:
     """Read what ``encode`` wrote of a Shard."""
     return _decode(value, lambda fields: Shard(**fields))
+
+
+def decode_description(value: bytes) -> VersionDescription:
+    """Read what ``encode`` wrote of a VersionDescription."""
+    return _decode(value, lambda fields: VersionDescription(**fields))
 
 
 def encode_replica(replica: Replica) -> bytes:

@@ -17,8 +17,9 @@ from typing import Final, NoReturn, TypeAlias, cast
 import grpc
 import grpc.aio
 
+from paceline.core import address
 from paceline.core.errors import PacelineError, PreflightError
-from paceline.refit.control import address, auth, health
+from paceline.refit.control import auth, health
 from paceline.refit.control.auth import TokenRole, Tokens
 from paceline.refit.control.calls import CALLS
 from paceline.refit.control.desk import Desk

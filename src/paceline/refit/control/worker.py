@@ -14,8 +14,8 @@ from typing import Final, cast
 
 import grpc
 
+from paceline.core import address
 from paceline.core.errors import PacelineError, PreflightError
-from paceline.refit.control import address
 from paceline.refit.control.status import code_of, details_of
 from paceline.refit.errors import AlreadyExistsError, NotFoundError
 from paceline.refit.wire import refit_pb2

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from paceline.core.clock import Clock
 from paceline.refit.apply import StagedInstall
+from paceline.refit.errors import UncertainStateError
 from paceline.refit.generators.protocol import InstalledVersion
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry
@@ -68,8 +70,21 @@ class Mirror(Protocol):
 class Link(Protocol):
     """One worker's way to its run, for the time between init and shutdown."""
 
-    def stage(self, uid: str, *, mirror: "Mirror", between_reads: Callable[[], None]) -> Staged:
+    def stage(
+        self,
+        uid: str,
+        *,
+        mirror: "Mirror",
+        between_reads: Callable[[], None],
+        known: frozenset[str] | None = None,
+    ) -> Staged:
         """Fetch and prove a version under a lease; nothing live is touched.
+
+        Args:
+            uid: of the version.
+            mirror: what it applies to.
+            between_reads: called often; what it raises ends the staging.
+            known: versions that may still be wanted; None asks the control service.
 
         Raises:
             RefitError: it cannot be had, or is not what it says.
@@ -91,8 +106,8 @@ class EngineDriver(Protocol):
         """Let every worker connect to the run."""
         ...
 
-    def stage(self, version_id: str) -> None:
-        """Let every worker begin to fetch a version; returns at once."""
+    def stage(self, version_id: str, *, known: frozenset[str] | None = None) -> None:
+        """Let every worker begin to fetch a version; returns at once. ``known`` as for a Link."""
         ...
 
     def status(self) -> Sequence["WorkerStatus"]:
@@ -103,8 +118,11 @@ class EngineDriver(Protocol):
         """Return when no forward pass runs and none will; forget cached prefixes."""
         ...
 
-    def apply(self, version_id: str) -> None:
-        """Let every worker write the version; raises what the first of them raised."""
+    def apply(self, version_id: str) -> Sequence["WorkerStatus"]:
+        """Let every worker write the version, and return what each of them says then.
+
+        Raises what the first of them raised.
+        """
         ...
 
     def finish(self, version_id: str) -> None:
@@ -160,11 +178,13 @@ class WorkersEngine:
     """A root digest was computed from what every worker's live parameters were written from;
     those that the engine leaves as written are read back, those that it packs cannot."""
 
-    def __init__(self, driver: EngineDriver) -> None:
+    def __init__(self, driver: EngineDriver, *, clock: Clock) -> None:
         """Take the driver; nothing is installed yet."""
         self._driver = driver
+        self._clock = clock
         self._installed: InstalledVersion | None = None
         self._known: dict[str, InstalledVersion] = {}
+        self._epoch = 0
 
     def live_tensors(self) -> Mapping[str, TensorBuffer]:
         """Return nothing: the live tensors are in the workers."""
@@ -179,14 +199,29 @@ class WorkersEngine:
     ) -> float:
         """Run ``write`` while the workers are paused; without a version they stay paused."""
         del timeout_s  # the driver has deadlines of its own
-        self._driver.pause()
+        began = self._clock.monotonic()
+        self._epoch += 1
         try:
+            self._driver.pause()
             write()
             self.label(installed)
+        except UncertainStateError:
+            self.label(None)
+            raise
         finally:
+            self._epoch += 1
             if self._installed is not None:
                 self._driver.resume()
-        return 0.0
+        return self._clock.monotonic() - began
+
+    @property
+    def epoch(self) -> int:
+        """Counts beginnings and ends of updates: odd while one goes on."""
+        return self._epoch
+
+    def is_still(self, epoch: int) -> bool:
+        """Say whether no update went on at ``epoch``, and none has begun since."""
+        return epoch % 2 == 0 and epoch == self._epoch
 
     def installed(self) -> InstalledVersion | None:
         """Return what every worker serves."""

@@ -1,16 +1,35 @@
 """Callbacks for the `transformers` Trainer and everything built on it (TRL, Accelerate)."""
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from paceline.refit.errors import VersionSkippedError
+
+log = logging.getLogger(__name__)
+
+END_WAIT_S: Final = 600.0
+
+
+class Ends(Protocol):
+    """The part of a publication that a training loop may wait for."""
+
+    def result(self) -> object:
+        """Wait until the version is READY."""
+        ...
 
 
 class Publishes(Protocol):
     """The part of a publisher that a training loop meets."""
 
-    def publish(self, *, step: int) -> object:
+    def publish(self, *, step: int) -> Ends:
         """Publish the weights as they are now."""
+        ...
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until everything is out; raises what failed."""
         ...
 
     def before_step(self) -> None:
@@ -21,8 +40,15 @@ class Publishes(Protocol):
 class PublishCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for us
     """Publishes what training starts from, and the weights after every k-th optimizer step."""
 
-    def __init__(self, publisher: Publishes, *, every: int = 1) -> None:
+    def __init__(self, publisher: Publishes, *, every: int = 1, wait: bool = True) -> None:
         """Take a started publisher.
+
+        Args:
+            publisher: belongs to the caller.
+            every: after how many optimizer steps.
+            wait: until each version is READY, so that the next rollouts can have it; without it
+                training goes on as soon as the weights are copied, and a failure is raised by the
+                publish after it, or at the end of training.
 
         Raises:
             ValueError: ``every`` is below 1.
@@ -31,6 +57,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             raise ValueError(f"every must be at least 1, not {every}")
         self._publisher = publisher
         self._every = every
+        self._wait = wait
 
     def on_train_begin(
         self,
@@ -40,7 +67,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         **kwargs: object,
     ) -> None:
         """Publish the first version, so that the first rollouts are on-policy."""
-        self._publisher.publish(step=state.global_step)
+        self._publish(state.global_step)
 
     def on_pre_optimizer_step(
         self,
@@ -61,7 +88,26 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     ) -> None:
         """Publish after the optimizer has stepped and before the next rollouts begin."""
         if state.global_step % self._every == 0:
-            self._publisher.publish(step=state.global_step)
+            self._publish(state.global_step)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Have the last version out before training is said to be done."""
+        if not self._publisher.flush(timeout_s=END_WAIT_S):
+            log.warning("the last version is not out %g s after the end of training", END_WAIT_S)
+
+    def _publish(self, step: int) -> None:
+        publication = self._publisher.publish(step=step)
+        if self._wait:
+            try:
+                publication.result()
+            except VersionSkippedError as exc:
+                log.info("training goes on: %s", exc)
 
 
 class ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for us

@@ -1,10 +1,17 @@
-"""Whether a version's tensors are those that somebody holds. Pure."""
+"""Whether a version's tensors are those that somebody holds, and where its parts are. Pure."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.refit.errors import VerifyError
+from paceline.refit.manifest.region import block_of, check_cover, whole_of
 from paceline.refit.manifest.v1 import Lora, Manifest
-from paceline.refit.model import TensorBuffer
+from paceline.refit.model import DTYPE_BITS, TensorBuffer, TensorEntry
 
 _NAMES_SHOWN = 5
 
@@ -55,6 +62,75 @@ def _check_kind(there: Lora | None, here: Lora | None) -> None:
         raise VerifyError("the version is a whole model, and the engine takes LoRAs for its own")
     what = "weights" if there.model_root != here.model_root else "modules, rank or alpha"
     raise VerifyError(f"the version's LoRA is for other {what} than the engine's")
+
+
+def check_shards(
+    manifests: Sequence[Manifest],
+    live: Mapping[str, TensorBuffer],
+    aliases: Mapping[str, str],
+    *,
+    lora: Lora | None = None,
+) -> None:
+    """Refuse shards that together are not exactly the live tensors, each element once.
+
+    Raises:
+        VerifyError: naming what differs.
+    """
+    for manifest in manifests:
+        _check_kind(manifest.lora, lora)
+    slots = [manifest.source_slot_id for manifest in manifests]
+    refuse_names(sorted({slot for slot in slots if slots.count(slot) > 1}), "a slot comes twice")
+    by_name: dict[str, list[TensorEntry]] = {}
+    for manifest in manifests:
+        for entry in manifest.tensors:
+            by_name.setdefault(entry.name, []).append(entry)
+    refuse_names(sorted(by_name.keys() - live.keys()), "in the version, not in the engine")
+    refuse_names(sorted(live.keys() - by_name.keys()), "in the engine, not in the version")
+    for name, entries in by_name.items():
+        check_cover(name, entries)
+        here, dtype, shape = live[name], entries[0].dtype, whole_of(entries[0])
+        if (here.dtype, here.shape) != (dtype, shape):
+            raise VerifyError(
+                f"tensor {name!r} is {dtype}{list(shape)} in the version and "
+                f"{here.dtype}{list(here.shape)} in the engine; nothing is cast or reshaped"
+            )
+    said = {pair for manifest in manifests for pair in manifest.aliases}
+    refuse_names(
+        sorted(f"{name} = {canonical}" for name, canonical in said ^ set(aliases.items())),
+        "tied on one side only",
+    )
+
+
+def part_of(live: TensorBuffer, entry: TensorEntry) -> TensorBuffer | None:
+    """Return the live memory of an entry; None if that is not one stretch of it."""
+    region = entry.region
+    if region is None:
+        return live
+    block = block_of(region, entry.shape)
+    if block is None:
+        return None
+    width = DTYPE_BITS[live.dtype] // 8
+    first, count = block[0] * width, block[1] * width
+    return replace(live, shape=entry.shape, data=live.data[first : first + count])
+
+
+def strided_part(live: TensorBuffer, entry: TensorEntry) -> npt.NDArray[Any]:
+    """Return the live words of a box, as a view with strides."""
+    assert entry.region is not None  # noqa: S101 - a whole tensor is one stretch
+    words = np.frombuffer(live.data, dtype=f"<u{DTYPE_BITS[live.dtype] // 8}")
+    box = zip(entry.region.offsets, entry.shape, strict=True)
+    return words.reshape(live.shape)[tuple(slice(at, at + length) for at, length in box)]
+
+
+def dense_part(live: TensorBuffer, entry: TensorEntry) -> TensorBuffer:
+    """Return the bytes of an entry: the live ones, or a copy where they are not one stretch."""
+    found = part_of(live, entry)
+    if found is not None:
+        return found
+    data = np.empty(math.prod(entry.shape) * (DTYPE_BITS[live.dtype] // 8), dtype=np.uint8)
+    there = strided_part(live, entry)
+    np.copyto(data.view(there.dtype).reshape(entry.shape), there)
+    return replace(live, shape=entry.shape, data=data.data)
 
 
 def refuse_names(names: Sequence[str], why: str) -> None:

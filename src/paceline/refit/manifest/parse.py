@@ -15,7 +15,7 @@ from typing import NoReturn
 from paceline.refit.digest import root_digest
 from paceline.refit.errors import ParseError, ParseReason
 from paceline.refit.manifest.payload import object_id_of
-from paceline.refit.manifest.region import region_problem
+from paceline.refit.manifest.region import region_problem, whole_of
 from paceline.refit.manifest.render import render_manifest
 from paceline.refit.manifest.v1 import (
     LORA_PARTS,
@@ -200,7 +200,8 @@ def _check_lora(manifest: Manifest, lora: Lora) -> None:
     }
     for index, entry in enumerate(manifest.tensors):
         rank, dimension = ranks.get(entry.name, (0, 0))
-        if len(entry.shape) <= dimension or entry.shape[dimension] != rank:
+        shape = whole_of(entry)
+        if len(shape) <= dimension or shape[dimension] != rank:
             raise ParseError(
                 ParseReason.INCONSISTENT, f"tensors[{index}]", f"{entry.name}: not of the LoRA"
             )

@@ -82,7 +82,7 @@ def block_of(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
         if inside and length != most:
             return None
         inside = inside or length != 1
-    return _position(region.offsets, whole), math.prod(shape)
+    return position(region.offsets, whole), math.prod(shape)
 
 
 def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
@@ -97,7 +97,7 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
         raise VerifyError(f"the parts of tensor {name!r} are of different shapes or dtypes")
     if len(entries) == 1 and first.region is None:
         return
-    boxes = [box for each in entries for box in _boxes(each) if box.size]
+    boxes = [box for each in entries for box in boxes_held(each) if box.size]
     if _overlap(boxes):
         raise VerifyError(f"an element of tensor {name!r} is in two slots of the version")
     here, all_of_it = sum(box.size for box in boxes), math.prod(whole)
@@ -105,7 +105,8 @@ def check_cover(name: str, entries: Sequence[TensorEntry]) -> None:
         raise VerifyError(f"the version has {here} of {all_of_it} elements of tensor {name!r}")
 
 
-def _boxes(entry: TensorEntry) -> Sequence[Box]:
+def boxes_held(entry: TensorEntry) -> Sequence[Box]:
+    """Return the boxes of a tensor that an entry has, in the order of its bytes."""
     if entry.region is None:
         return [Box((0,) * len(entry.shape), entry.shape)]
     return boxes_of(entry.region, entry.shape)
@@ -122,7 +123,8 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def _position(offsets: Sequence[int], whole: Sequence[int]) -> int:
+def position(offsets: Sequence[int], whole: Sequence[int]) -> int:
+    """Return which element in row-major order lies at these offsets."""
     at = 0
     for offset, length in zip(offsets, whole, strict=True):
         at = at * length + offset

@@ -63,10 +63,20 @@ class Trust:
 
     key: Ed25519PublicKey
     expected: Statement
+    is_part: bool = False
+    """The manifest is of one of several slots: its signature says the slot's own roots, and
+    whoever has all of them compares what they make with the version's."""
 
     def check(self, signed: SignedManifest) -> None:
         """Refuse anything else. Raises VerifyError."""
-        verify_signed(signed, expected=self.expected, key=self.key)
+        expected = self.expected
+        if self.is_part and signed.statement is not None:
+            base = signed.manifest.base_root
+            parent = signed.statement.parent_root if base is None else base
+            expected = replace(
+                expected, root_digest=signed.manifest.root_digest, parent_root=parent
+            )
+        verify_signed(signed, expected=expected, key=self.key)
 
 
 def statement_of(version: WeightVersion) -> Statement:
@@ -81,6 +91,12 @@ def statement_of(version: WeightVersion) -> Statement:
         root_digest=said.root_digest,
         parent_root=said.parent_root,
     )
+
+
+def trust_in(version: WeightVersion, key: Ed25519PublicKey) -> Trust:
+    """Return what must have been signed about each manifest of a version. Raises VerifyError."""
+    is_part = len(version.expected_source_slots) > 1
+    return Trust(key=key, expected=statement_of(version), is_part=is_part)
 
 
 def signing_key(text: str) -> Ed25519PrivateKey:

@@ -29,6 +29,8 @@ def text_problem(text: str) -> str:
     """Return why ``text`` cannot stand in a manifest; empty if it can."""
     if not 0 < len(text) <= TEXT_CHARS_MAX:
         return f"{len(text)} characters"
+    if text.isascii():  # as good as every text is, and a manifest has thousands
+        return ""
     return "half of a surrogate pair" if any("\ud800" <= char <= "\udfff" for char in text) else ""
 
 

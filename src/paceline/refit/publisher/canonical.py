@@ -8,6 +8,7 @@ Nothing is leased there and nothing deleted: what goes and when is for the bucke
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -18,7 +19,12 @@ from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.delta import canonical
 from paceline.refit.delta.canonical import CanonicalTensor, FullTensor
 from paceline.refit.delta.order import as_words, kind_of
-from paceline.refit.errors import ControlError, ControlUnavailableError, PublishError
+from paceline.refit.errors import (
+    ControlError,
+    ControlUnavailableError,
+    PublishError,
+    VersionSkippedError,
+)
 from paceline.refit.model import (
     ObjectStorageSource,
     ObjectStorageType,
@@ -29,6 +35,9 @@ from paceline.refit.model import (
     VersionState,
     WeightPayloadFormat,
 )
+from paceline.refit.publisher.capturing import Capturer
+from paceline.refit.publisher.in_place import HasStepHook
+from paceline.refit.publisher.line import Job, Line, Publication
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.values import (
     Notify,
@@ -84,6 +93,18 @@ class CanonicalPublisher:
         self._clock = clock
         self._options = options
         self._notify = notify
+        self._line = Line(on_failure=self._tell_failure)
+        self._capturer = Capturer(
+            trainer=trainer,
+            line=self._line,
+            shelf=None,
+            clock=clock,
+            options=replace(
+                options,
+                staging_mode=TrainerStagingMode.COPY_TO_HOST,
+                payload_format=WeightPayloadFormat.FULL_TENSOR,
+            ),
+        )
         self._next_sequence: int | None = None
         self._base: tuple[StagedWeightVersionShardData, VersionDescription, str] | None = None
         self._since_full = 0
@@ -98,40 +119,59 @@ class CanonicalPublisher:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close()
+        if kind is None:
+            self._line.raise_unseen()
 
     def start(self) -> None:
         """Find out which sequences this run has used. Raises ControlError."""
         found = self._persist(lambda: self._control.list_versions(self._options.model_name))
         used = (sequence_of(version.uid, self._options.run_id) for version in found)
         self._next_sequence = 1 + max(used, default=-1)
+        self._line.start()
 
-    def publish(self, *, step: int) -> PublishedVersion:
-        """Publish the weights as they are now; returns when the version is READY.
+    def publish(self, *, step: int) -> Publication:
+        """Publish the weights as they are now; see ``Publisher.publish``.
 
         Raises:
             StagingError: the bytes cannot be kept still now.
-            PublishError: it could not be made fetchable; the version before stands.
-            ControlError: the control service does not answer, or refuses this worker.
+            PublishError, ControlError: an earlier publication failed and nobody asked about it.
         """
         if self._next_sequence is None:
             raise PublishError("the publisher is not running: call start() first")
+        self._line.raise_unseen()
         started = self._clock.monotonic()
         sequence = self._next_sequence
         self._next_sequence += 1
-        staged = self._trainer.stage_shard(
-            tensors=None,
-            staging_mode=TrainerStagingMode.COPY_TO_HOST,
-            payload_format=WeightPayloadFormat.FULL_TENSOR,
+        publication = Publication(
+            version_id=version_uid(self._options.run_id, sequence),
+            sequence=sequence,
+            step=step,
+            wait_s=self._options.publish_wait_s,
         )
         try:
-            staged.publish_ready.wait()
-            published = self._bring_out(staged, sequence=sequence, step=step, started=started)
-        except BaseException:
-            self._chain.discard_staged(staged)
-            raise
-        self._notify("version.published", published.to_fields())
-        return published
+            captured = self._capturer.capture(needs_full=lambda: True)
+        except VersionSkippedError as exc:
+            self._tell_failure(publication, exc)
+            publication.fail(exc)
+            return publication
+        self._line.hand_over(
+            Job(
+                publication=publication,
+                work=lambda: self._publish(publication, captured, started),
+                give_back=lambda: self._capturer.give_back(captured),
+            )
+        )
+        return publication
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until everything captured so far is out; see ``Publisher.flush``."""
+        is_out = self._line.wait_idle(timeout_s)
+        self._line.raise_unseen()
+        return is_out
+
+    def protect(self, optimizer: HasStepHook) -> None:
+        """Do nothing: what is published was copied."""
 
     def before_step(self) -> None:
         """Return at once: what is published was copied."""
@@ -141,10 +181,40 @@ class CanonicalPublisher:
         return False
 
     def close(self) -> None:
-        """Give the arenas back; what is in the bucket stays. Idempotent."""
+        """Finish what was captured and give the arenas back; what is in the bucket stays.
+
+        Idempotent. Raises what ``Publisher.close`` does.
+        """
+        self._close()
+        self._line.raise_unseen()
+
+    def _close(self) -> None:
+        if self._next_sequence is None:
+            return
+        self._line.close(self._options.close_wait_s)
         if self._base is not None:
             self._chain.release_staged(self._base[0])
         self._base = self._next_sequence = None
+
+    def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
+        is_skipped = isinstance(cause, VersionSkippedError)
+        name = "version.skipped" if is_skipped else "version.failed"
+        self._notify(name, publication.to_fields(cause))
+
+    def _publish(
+        self, publication: Publication, captured: object, started: float
+    ) -> PublishedVersion:
+        staged = self._capturer.stage(captured, WeightPayloadFormat.FULL_TENSOR)
+        try:
+            published = self._bring_out(
+                staged, sequence=publication.sequence, step=publication.step, started=started
+            )
+        except BaseException:
+            self._chain.discard_staged(staged)
+            raise
+        self._capturer.prepare()
+        self._notify("version.published", published.to_fields())
+        return published
 
     def _bring_out(
         self, staged: StagedWeightVersionShardData, *, sequence: int, step: int, started: float

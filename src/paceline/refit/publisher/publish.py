@@ -1,12 +1,12 @@
-"""One version: stage -> fence -> create -> serve -> describe -> advertise (READY) -> commit.
+"""One version: capture, then stage -> fence -> create -> serve -> describe -> READY -> commit.
 
-A failure before READY leaves the version before as it was and the base where it was; the uid
-is not used again. Old versions leave when a newer full one makes them unnecessary, and their
-memory comes back when no lease lives.
+Training stands for the capture; the rest happens behind it, one version after another. A failure
+before READY leaves the version before as it was and the base where it was; the uid is not used
+again. Old versions leave when a newer full one makes them unnecessary, and their memory comes back
+when no lease lives.
 """
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -23,10 +23,9 @@ from paceline.refit.errors import (
     NotFoundError,
     PreconditionError,
     PublishError,
-    StagingError,
+    VersionSkippedError,
 )
 from paceline.refit.model import (
-    InstalledReport,
     Shard,
     StagedWeightVersionShardData,
     TrainerStagingMode,
@@ -34,14 +33,20 @@ from paceline.refit.model import (
     VersionRequest,
     VersionState,
     WeightPayloadFormat,
-    WorkerRegistration,
-    WorkerRole,
 )
+from paceline.refit.publisher.capturing import Capturer
 from paceline.refit.publisher.checkpoint import place_of_files, show_files
 from paceline.refit.publisher.composed import Composer
+from paceline.refit.publisher.heartbeat import Heartbeat
+from paceline.refit.publisher.in_place import HasStepHook, LiveWeights
+from paceline.refit.publisher.installed import is_installed
+from paceline.refit.publisher.line import Job, Line, Publication
 from paceline.refit.publisher.patience import persist
+from paceline.refit.publisher.resuming import take_up
 from paceline.refit.publisher.shelf import VersionShelf
+from paceline.refit.publisher.together import Together, options_of
 from paceline.refit.publisher.values import (
+    Head,
     Notify,
     OwnVersion,
     PublishedVersion,
@@ -49,11 +54,16 @@ from paceline.refit.publisher.values import (
     WeightSource,
     anchor_uid,
     composed_uid,
-    sequence_of,
+    published_version,
     version_uid,
 )
 from paceline.refit.staging.shard import StagedBuffers
-from paceline.refit.trainers.protocol import SupportsAnchors, SupportsChain, TrainerEngineAdapter
+from paceline.refit.trainers.protocol import (
+    SupportsAnchors,
+    SupportsChain,
+    SupportsSlots,
+    TrainerEngineAdapter,
+)
 from paceline.refit.transports.protocol import SupportsCommits
 
 log = logging.getLogger(__name__)
@@ -63,7 +73,10 @@ _T = TypeVar("_T")
 
 
 class Publisher:
-    """Publishes one trainer process's weights; ``publish`` belongs to the training thread."""
+    """Publishes one trainer process's weights; ``publish`` belongs to the training thread.
+
+    What it does behind training is done by one thread, which alone moves the head and the base.
+    """
 
     def __init__(
         self,
@@ -91,15 +104,20 @@ class Publisher:
         if not isinstance(trainer, SupportsChain):
             raise TypeError("the trainer adapter must sign SupportsChain")
         self._control = control
+        self._slot = trainer.source_slot_id
+        self._slots = trainer.expected_source_slots if isinstance(trainer, SupportsSlots) else ()
+        self._together: Together | None = None
+        if len(self._slots) > 1:
+            options = options_of(options, self._slot)
+            self._together = Together(
+                control=control, clock=clock, options=options, slot=self._slot, slots=self._slots
+            )
         self._trainer = trainer
         self._chain: SupportsChain = trainer
         self._source = source
         self._clock = clock
         self._options = options
         self._notify = notify
-        self._stopped = threading.Event()
-        self._wait = options.heartbeat_wait or self._stopped.wait
-        self._slot = trainer.source_slot_id
         self._shelf = VersionShelf(
             control=control,
             chain=trainer,
@@ -109,12 +127,21 @@ class Publisher:
             clock=clock,
         )
         self._composer = Composer()
-        self._thread: threading.Thread | None = None
+        self._line = Line(on_failure=self._tell_failure)
+        self._capturer = Capturer(
+            trainer=trainer, line=self._line, shelf=self._shelf, clock=clock, options=options
+        )
+        self._live = LiveWeights(
+            trainer=trainer, source=source, line=self._line, shelf=self._shelf, options=options
+        )
+        self._heartbeat = Heartbeat(control, options, then=self._shelf.release)
+        self._run_id = options.run_id
         self._next_sequence = 0
-        self._head: OwnVersion | None = None
+        self._agreed = -1
+        """The last sequence that several processes published under."""
+        self._head: Head | None = None
         self._needs_full = True
         self._needs_anchor = False
-        self._beat_trouble: ControlError | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -126,70 +153,88 @@ class Publisher:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close()
+        if kind is None:
+            self._line.raise_unseen()
 
     @property
     def trouble(self) -> ControlError | None:
         """The control service's last refusal in the background; None once it answers again."""
-        return self._beat_trouble or self._shelf.trouble
+        return self._heartbeat.trouble or self._shelf.trouble
+
+    @property
+    def run_id(self) -> str:
+        """The run that is published to; another than asked for only with ``new-run``."""
+        return self._run_id
 
     def start(self) -> None:
-        """Register, find out which sequences this run has used, and keep the registration alive.
+        """Register, find out where the run is, and keep the registration alive.
+
+        If the run has published something, the weights as they are now are compared with the last
+        of it: equal ones go on with the chain, for others see ``WhenUnproven``.
 
         Raises:
             ControlError: the control service does not answer in time, or refuses.
+            PublishError: the weights are not those that the run published last.
         """
-        self._persist(self._register)
-        found = self._persist(lambda: self._control.list_versions(self._options.model_name))
-        self._next_sequence = 1 + max(
-            (sequence_of(version.uid, self._options.run_id) for version in found), default=-1
-        )
-        self._thread = threading.Thread(target=self._beat, name="paceline-publisher", daemon=True)
-        self._thread.start()
+        self._persist(self._heartbeat.register)
+        if self._together is None:
+            self._take_up()
+        else:
+            self._together.start()  # which sequence comes next is agreed on at each version
+        self._capturer.prepare()
+        self._heartbeat.start()
+        self._line.start()
 
-    def publish(self, *, step: int) -> PublishedVersion:
-        """Publish the weights as they are now; returns when the version is READY.
+    def publish(self, *, step: int) -> Publication:
+        """Publish the weights as they are now; returns as soon as the optimizer may step.
+
+        Encoding, hashing, uploading and advertising happen behind training, one version after
+        another. ``result()`` of what is returned waits until the version is READY.
 
         Raises:
             StagingError: the bytes cannot be kept still now, also after waiting.
-            PublishError: it could not be made fetchable; the version before is still served.
-            ControlError: the control service does not answer, or refuses this worker.
+            PublishError, ControlError: an earlier publication failed and nobody asked about it;
+                nothing was captured, publish again.
         """
-        if self._thread is None or self._stopped.is_set():
+        if not self._heartbeat.is_running:
             raise PublishError("the publisher is not running: call start() first")
+        self._line.raise_unseen()
         started = self._clock.monotonic()
-        self._shelf.release()
         sequence = self._next_sequence
         self._next_sequence += 1
-        wanted = self._options.payload_format
-        needs_full = self._needs_full and wanted is WeightPayloadFormat.XOR_DELTA
-        staged = self._stage(WeightPayloadFormat.FULL_TENSOR if needs_full else wanted)
-        uid = version_uid(self._options.run_id, sequence)
-        version = self._version(uid, staged, sequence=sequence, step=step)
-        self._bring_out(version)
-        self._chain.commit_staged(staged)
-        self._head = version
-        self._needs_full = self._is_in_place
-        anchor_id, anchor_error = self._anchor(version)
-        self._compose(version, anchor_id=anchor_id)
-        self._shelf.retain(keep_old=self._options.keep_old)
-        self._shelf.release()
-        published = PublishedVersion(
-            version_id=uid,
+        publication = Publication(
+            version_id=version_uid(self._run_id, sequence),
             sequence=sequence,
             step=step,
-            root_digest=version.description.root_digest,
-            payload_format=version.buffers.manifest.payload_format,
-            payload_bytes=version.buffers.payload_bytes,
-            full_bytes=version.buffers.full_bytes,
-            changed_elements=version.buffers.changed_elements,
-            total_elements=version.buffers.total_elements,
-            publish_ms=1000 * (self._clock.monotonic() - started),
-            anchor_id=anchor_id,
-            anchor_error=anchor_error,
+            wait_s=self._options.publish_wait_s,
         )
-        self._notify("version.published", published.to_fields())
-        return published
+        try:
+            self.before_step()
+            captured = self._capturer.capture(needs_full=lambda: self._needs_full)
+        except VersionSkippedError as exc:
+            self._tell_failure(publication, exc)
+            publication.fail(exc)
+            return publication
+        stall_ms = 1000 * (self._clock.monotonic() - started)
+        self._line.hand_over(
+            Job(
+                publication=publication,
+                work=lambda: self._publish(publication, captured, started, stall_ms),
+                give_back=lambda: self._capturer.give_back(captured),
+            )
+        )
+        return publication
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until everything captured so far is out; False at the deadline.
+
+        Raises:
+            PublishError, ControlError: one failed and nobody asked about it.
+        """
+        is_out = self._line.wait_idle(timeout_s)
+        self._line.raise_unseen()
+        return is_out
 
     def before_step(self) -> None:
         """Call before each optimizer step when staging in place: takes live weights back.
@@ -199,14 +244,12 @@ class Publisher:
         Raises:
             StagingError: readers still hold a version after ``stage_wait_s``.
         """
-        if not self._is_in_place:
-            return
-        self._shelf.send_off()
-        if not self._shelf.wait_released(self._options.stage_wait_s):
-            raise StagingError(
-                "engines still read the live weights, so the optimizer must not step; wait for "
-                "their leases to end, or stage with COPY_TO_HOST"
-            )
+        if self._is_in_place and self._heartbeat.is_running:
+            self._live.take_back()
+
+    def protect(self, optimizer: HasStepHook) -> None:
+        """Have an optimizer call ``before_step`` by itself, before each of its steps."""
+        optimizer.register_step_pre_hook(lambda *_: self.before_step())
 
     def wait_installed(self, *, timeout_s: float) -> bool:
         """Wait until every live generator serves the newest version; False at the deadline.
@@ -217,15 +260,19 @@ class Publisher:
             PublishError: nothing was published yet.
             ControlError: the control service does not answer, or refuses.
         """
+        deadline = self._clock.monotonic() + timeout_s
+        if not self.flush(timeout_s=timeout_s):
+            return False
         head = self._head
         if head is None:
             raise PublishError("nothing was published yet")
+        name, run_id = self._options.model_name, self._run_id
         try:
             wait_until(
-                lambda: self._is_installed(head),
+                lambda: is_installed(self._control, head, model_name=name, run_id=run_id),
                 what=f"installing {head.uid}",
                 clock=self._clock,
-                timeout_s=timeout_s,
+                timeout_s=max(0.0, deadline - self._clock.monotonic()),
                 interval_s=_POLL_S,
             )
         except DeadlineExceededError:
@@ -233,45 +280,100 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Retire every version, wait a bounded time for leases, and stop; idempotent.
+        """Finish what was captured, retire every version, and stop; idempotent.
 
-        Readers that hold a lease even then are cut off. The object server stays open.
+        Publications and leases are waited for a bounded time each. Readers that hold a lease even
+        then are cut off. The object server stays open.
+
+        Raises:
+            PublishError, ControlError: a publication failed and nobody asked about it.
         """
-        if self._thread is None or self._stopped.is_set():
+        self._close()
+        self._line.raise_unseen()
+
+    def _close(self) -> None:
+        if not self._heartbeat.is_running:
             return
+        options = self._options
+        is_idle = self._line.close(options.close_wait_s)
         self._shelf.send_off()
-        self._shelf.wait_released(self._options.close_wait_s)
-        self._stopped.set()
-        self._thread.join(self._options.close_wait_s)
-        self._shelf.cut_off()
+        self._shelf.wait_released(options.close_wait_s)
+        self._heartbeat.stop(options.close_wait_s)
+        if is_idle or self._line.wait_idle(options.control_wait_s):
+            self._shelf.cut_off()
+        else:
+            log.warning("a publication did not end in time; its memory is not given back")
+
+    def _take_up(self) -> None:
+        """Find out where the run is."""
+        options = self._options
+        found = self._persist(lambda: self._control.list_versions(options.model_name))
+        start = take_up(found, self._trainer, options)
+        self._run_id, self._next_sequence = start.run_id, start.next_sequence
+        self._head = start.head
+        if start.head is not None:
+            self._needs_full, self._needs_anchor = False, True
+        if start.event:
+            log.info("%s: %s", start.event, start.reason)
+            self._notify(start.event, start.to_fields())
+
+    def _take_turn(self, publication: Publication) -> bool:
+        """Say whether it must be full; several processes agree on that, and on which one it is."""
+        if self._together is None:
+            return self._needs_full
+        turn = self._together.agree(
+            step=publication.step,
+            after=self._agreed,
+            head_uid=None if self._head is None else self._head.uid,
+            needs_full=self._needs_full,
+        )
+        self._agreed = publication.sequence = turn.sequence
+        publication.version_id = version_uid(self._run_id, turn.sequence)
+        self._next_sequence = max(self._next_sequence, turn.sequence + 1)
+        return turn.is_full
 
     @property
     def _is_in_place(self) -> bool:
         return self._options.staging_mode is TrainerStagingMode.IN_PLACE
 
-    def _stage(self, payload_format: WeightPayloadFormat) -> StagedWeightVersionShardData:
-        """Stage and wait for the fence; while readers hold the memory, wait for them."""
-        self.before_step()
-        deadline = self._clock.monotonic() + self._options.stage_wait_s
-        staged = None
-        while staged is None:
-            try:
-                staged = self._trainer.stage_shard(
-                    tensors=None,
-                    staging_mode=self._options.staging_mode,
-                    payload_format=payload_format,
-                )
-            except StagingError:
-                if self._clock.monotonic() + _POLL_S > deadline:
-                    raise
-                self._clock.sleep(_POLL_S)
-                self._shelf.release()
-        try:
-            staged.publish_ready.wait()
-        except BaseException:
-            self._chain.discard_staged(staged)
-            raise
-        return staged
+    def _publish(
+        self, publication: Publication, captured: object, started: float, stall_ms: float
+    ) -> PublishedVersion:
+        """Do what training does not stand for; in the line's thread."""
+        wanted = self._options.wanted
+        needs_full = self._take_turn(publication) and wanted is WeightPayloadFormat.XOR_DELTA
+        full = WeightPayloadFormat.FULL_TENSOR
+        staged = self._capturer.stage(captured, full if needs_full else wanted)
+        uid, step = publication.version_id, publication.step
+        version = self._version(uid, staged, sequence=publication.sequence, step=step)
+        self._bring_out(version)
+        self._chain.commit_staged(staged)
+        self._head = Head(
+            uid=uid,
+            root_digest=version.root_digest,
+            slot_root=version.description.root_digest,
+        )
+        self._needs_full = False
+        anchor_id, anchor_error = self._anchor(version)
+        self._compose(version, anchor_id=anchor_id)
+        self._shelf.retain(keep_old=self._options.keep_old)
+        self._shelf.release()
+        self._capturer.prepare()
+        published = published_version(
+            version,
+            publish_ms=1000 * (self._clock.monotonic() - started),
+            stall_ms=stall_ms,
+            anchor_id=anchor_id,
+            anchor_error=anchor_error,
+        )
+        self._notify("version.published", published.to_fields())
+        return published
+
+    def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
+        is_skipped = isinstance(cause, VersionSkippedError)
+        name = "version.skipped" if is_skipped else "version.failed"
+        log.info("%s %s: %s", name, publication.version_id, cause)
+        self._notify(name, publication.to_fields(cause))
 
     def _version(
         self, uid: str, staged: StagedWeightVersionShardData, *, sequence: int, step: int
@@ -288,11 +390,11 @@ class Publisher:
             buffers=buffers,
             base_version_id=head.uid if is_delta and head else None,
             description=VersionDescription(
-                run_id=self._options.run_id,
+                run_id=self._run_id,
                 sequence=sequence,
                 step=step,
                 root_digest=buffers.manifest.root_digest,
-                parent_root=head.description.root_digest if head else None,
+                parent_root=head.slot_root if head else None,
                 payload_bytes=buffers.payload_bytes,
                 full_bytes=buffers.full_bytes,
                 changed_elements=buffers.changed_elements,
@@ -303,7 +405,9 @@ class Publisher:
     def _bring_out(self, version: OwnVersion) -> None:
         """Make a staged version READY, or take every trace of it back and raise."""
         try:
-            self._persist(self._register)
+            if self._options.staging_mode is TrainerStagingMode.WRITE_TO_STORAGE:
+                self._shelf.serve(version)  # it is there already; so it goes if this fails
+            self._persist(self._heartbeat.register)
             self._create(version)
             self._shelf.serve(version)
             show_files(self._source, version, self._options.checkpoint_files)
@@ -321,6 +425,15 @@ class Publisher:
         self._shelf.keep(version)
 
     def _create(self, version: OwnVersion) -> None:
+        request = self._request(version)
+        try:
+            self._persist(lambda: self._control.create_version(request))
+        except (NotFoundError, PreconditionError):
+            # The control service lost the base or released it: only a full version goes on.
+            self._needs_full = True
+            raise
+
+    def _request(self, version: OwnVersion) -> VersionRequest:
         request = VersionRequest(
             model_name=self._options.model_name,
             idempotency_key=version.uid,
@@ -330,19 +443,18 @@ class Publisher:
             object_storage=place_of_files(self._source, version),
             uid=version.uid,
         )
-        try:
-            self._persist(lambda: self._control.create_version(request))
-        except (NotFoundError, PreconditionError):
-            # The control service lost the base or released it: only a full version goes on.
-            self._needs_full = True
-            raise
+        if self._together is None:
+            return request
+        return self._together.request(request, step=version.description.step)
 
     def _advertise(self, version: OwnVersion) -> None:
+        if not self._heartbeat.is_running:  # nobody would ever take it back
+            raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
         manifest = version.manifest(self._options.sign)
         address = self._source.publish_manifest(
             version_id=version.uid, source_slot_id=self._slot, manifest=manifest
         )
-        self._persist(lambda: self._control.describe_version(version.uid, version.description))
+        self._describe(version)
         shard = Shard(
             version_id=version.uid,
             source_slot_id=self._slot,
@@ -354,16 +466,31 @@ class Publisher:
         )
         version.is_advertised = True
         state = self._persist(lambda: self._control.create_shard(shard)).state
-        if state is not VersionState.READY:
+        is_last = state is VersionState.READY
+        if self._together is not None:
+            self._together.wait_ready(version.uid)
+            found = self._persist(lambda: self._control.get_version(version.uid)).description
+            version.version_root = "" if found is None else found.root_digest
+        elif not is_last:
             raise PublishError(f"version {version.uid} is {state} although its shard is there")
-        self._commit(version, shard)
+        if is_last:
+            self._commit(version)
 
-    def _commit(self, version: OwnVersion, shard: Shard) -> None:
+    def _describe(self, version: OwnVersion) -> None:
+        slot = None if self._together is None else self._slot
+        self._persist(
+            lambda: self._control.describe_version(
+                version.uid, version.description, source_slot_id=slot
+            )
+        )
+
+    def _commit(self, version: OwnVersion) -> None:
         """Tell those who only see the source; a failure is made up for by the next commit."""
         if isinstance(self._source, SupportsCommits):
             ready = self._persist(lambda: self._control.get_version(version.uid))
+            shards = self._persist(lambda: self._control.list_shards(version.uid))
             try:
-                self._source.commit_version(ready, [shard])
+                self._source.commit_version(ready, shards)
             except PublishError as exc:
                 log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
 
@@ -374,6 +501,8 @@ class Publisher:
         the version leaves like any other, once no lease lives, and a full version follows for
         engines that installed it.
         """
+        # The others of several processes may hold another base by now: all of them start anew.
+        self._needs_full |= self._together is not None
         if version.is_advertised:
             self._needs_anchor = True
         else:
@@ -428,45 +557,6 @@ class Publisher:
             log.warning("version %s has no composed delta: %s", version.uid, exc)
             return
         self._shelf.retire_composed(below=said.sequence)
-
-    def _is_installed(self, head: OwnVersion) -> bool:
-        model_name = self._options.model_name
-        workers = self._control.list_workers(model_name)
-        reports = {report.worker_id: report for report in self._control.list_installed(model_name)}
-        return all(
-            self._has_it_or_is_elsewhere(reports.get(worker.worker_id), head)
-            for worker in workers
-            if worker.role is WorkerRole.GENERATOR
-        )
-
-    def _has_it_or_is_elsewhere(self, report: InstalledReport | None, head: OwnVersion) -> bool:
-        """Say whether an engine serves ``head``, or follows another run of the same model."""
-        if report is None:
-            return False
-        uid = report.version_id
-        is_elsewhere = uid != "" and sequence_of(uid, self._options.run_id) < 0
-        return is_elsewhere or report.root_digest == head.description.root_digest
-
-    def _register(self) -> None:
-        self._control.register_worker(
-            WorkerRegistration(
-                worker_id=self._options.worker_id,
-                role=WorkerRole.TRAINER,
-                model_name=self._options.model_name,
-            ),
-            ttl_seconds=self._options.registration_ttl_s,
-        )
-
-    def _beat(self) -> None:
-        """Keep the registration alive and release in the background, until stopped."""
-        while not self._wait(self._options.registration_ttl_s / 3):
-            try:
-                self._register()
-                self._beat_trouble = None
-            except ControlError as exc:
-                self._beat_trouble = exc
-                continue
-            self._shelf.release()
 
     def _persist(self, call: Callable[[], _T]) -> _T:
         """Repeat an idempotent call while the service does not answer, until the deadline."""

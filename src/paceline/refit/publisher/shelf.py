@@ -16,6 +16,7 @@ from paceline.refit.errors import ControlError, NotFoundError, PreconditionError
 from paceline.refit.publisher.values import OwnVersion, WeightSource
 from paceline.refit.retention import KeptVersion, plan_retention
 from paceline.refit.staging.served import ServedShards
+from paceline.refit.staging.shard import StagedBuffers
 from paceline.refit.trainers.protocol import SupportsChain
 from paceline.refit.transports.protocol import SupportsCommits
 
@@ -57,9 +58,15 @@ class VersionShelf:
         """The control service's last refusal here; None once it answers again."""
 
     def serve(self, version: OwnVersion) -> None:
-        """Make the bytes of a version readable."""
+        """Make the bytes of a version readable; idempotent."""
+        if version.is_served:
+            return
         self._served.serve(version.buffers)
         version.is_served = True
+
+    def abandon(self, buffers: StagedBuffers) -> None:
+        """Withdraw what staging has made readable of a version that does not come out."""
+        self._served.abandon(buffers)
 
     def keep(self, version: OwnVersion) -> None:
         """Enter a version that is READY."""
@@ -94,6 +101,29 @@ class VersionShelf:
             ]
             self._leaving += going
             self._kept = [item for item in self._kept if item not in going]
+
+    def drop_oldest_unleased(self) -> bool:
+        """Send off the oldest full version that nobody leases, and release; False for none.
+
+        The newest version stays: the next one is built on it. Raises ControlError.
+        """
+        with self._books:
+            newest = max((item.description.sequence for item in self._kept), default=-1)
+            fulls = [item for item in self._kept if item.is_full]
+        for item in sorted(fulls, key=lambda each: each.description.sequence):
+            is_head = item.description.sequence == newest
+            if not is_head and not self._control.list_leases(item.uid):
+                with self._books:
+                    self._kept = [each for each in self._kept if each is not item]
+                    self._leaving.append(item)
+                self.release()
+                return True
+        return False
+
+    def all_there(self) -> list[OwnVersion]:
+        """Return what is served, leaving or not."""
+        with self._books:
+            return [*self._kept, *self._leaving]
 
     def send_off(self, versions: Iterable[OwnVersion] | None = None) -> None:
         """Start taking versions away, all of those kept by default; ``release`` goes on."""

@@ -2,17 +2,19 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import (
     FetchError,
     LyingSourceError,
+    NoRoomError,
     TransferCancelledError,
     VerifyError,
 )
 from paceline.refit.receiver.pieces import Piece
+from paceline.refit.receiver.prover import Prover
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -30,7 +32,7 @@ class Tools:
 
     reader: ObjectReader
     clock: Clock
-    checker: Executor
+    prover: Prover
     on_record: Callable[[TransferRecord], None]
 
 
@@ -44,6 +46,8 @@ class Attempt:
         self._keys = list(targets)
         self._checks: dict[int, Future[None]] = {}
         self.problem: FetchError | VerifyError | None = None
+        self.no_room: NoRoomError | None = None
+        """Why what came could not be kept, which is nobody's fault."""
         self.last_at = tools.clock.monotonic()
         """When the last piece arrived."""
 
@@ -91,7 +95,7 @@ class Attempt:
     def _on_part(self, index: int) -> None:
         key = self._keys[index]
         piece, target = self._targets[key]
-        self._checks[key] = self._tools.checker.submit(piece.check, target)
+        self._checks[key] = self._tools.prover.submit(piece.check, target)
         self.last_at = self._tools.clock.monotonic()
 
     def _settle(self) -> None:
@@ -105,6 +109,8 @@ class Attempt:
                     source=self._endpoint,
                     wanted=self._targets[key][0].wanted,
                 )
+            except NoRoomError as exc:
+                self.no_room = exc
 
 
 class Hedge:

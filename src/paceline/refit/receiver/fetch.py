@@ -1,6 +1,7 @@
 """Getting a version's bytes: sizes are checked before memory is taken, hashes as bytes arrive.
 
-A payload is fetched window by window. Within one, every piece is proven while the next travels.
+A payload is fetched window by window, into memory that is used again for the next. Within one,
+every piece is proven, while it is still in the cache, and put where it waits as the next travels.
 A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
 comes out is whole and proven, or an error: nobody sees anything in between. Where receivers serve
 each other, ``spread`` takes the place of the windows.
@@ -8,9 +9,9 @@ each other, ``spread`` takes the place of the windows.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,19 +20,20 @@ from paceline.refit.errors import FetchError, LyingSourceError, VerifyError
 from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.manifest.signature import Trust, parse_signed
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import Replica, Shard
+from paceline.refit.model import ObjectRange, Replica, Shard
 from paceline.refit.receiver.attempt import Attempt, Target, Tools
-from paceline.refit.receiver.pieces import Piece, pieces_of, windows_of
-from paceline.refit.receiver.spool import Spool
+from paceline.refit.receiver.pieces import Piece, chunk_pieces, pieces_of, windows_of
+from paceline.refit.receiver.prover import Prover
+from paceline.refit.receiver.spool import Spool, Spooled
 from paceline.refit.receiver.spread import Order, Spread
 from paceline.refit.receiver.watch import Watch, WatchRules
-from paceline.refit.transports.protocol import ObjectReader, TransferRecord
+from paceline.refit.transports.protocol import ObjectReader, TransferRecord, open_session
 
 T = TypeVar("T")
 
 TRUSTED_TRANSPORTS = frozenset({"nixl"})
 """They run inside one trusted network only: content digests are proof enough there."""
-_CHECKERS_MAX = 4
+_PROVERS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,19 +146,58 @@ class Fetcher:
                 )
             )
         objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
+        pieces = list(pieces_of(manifest, by_content=self._reader.transport in TRUSTED_TRANSPORTS))
+        for _ in self._fetched(pieces, sources, partial(_targets, objects=objects)):
+            pass
+        return {object_id: data.view.toreadonly() for object_id, data in objects.items()}
+
+    def fetch_chunks(
+        self,
+        manifest: Manifest,
+        sources: Sequence[Shard],
+        wanted: Mapping[str, frozenset[int]],
+        take: Callable[[ObjectRange, memoryview], None],
+    ) -> int:
+        """Read some chunks of a manifest's objects, by object; hand each over once it is proven.
+
+        Memory is one window, whatever the objects' sizes. Reads from the advertised sources alone.
+
+        Returns:
+            How many bytes were read.
+
+        Raises:
+            FetchError: no source gave a chunk.
+            VerifyError: one has another hash.
+        """
+        pieces = list(chunk_pieces(manifest, wanted))
+        for targets in self._fetched(pieces, sources, _places):
+            for piece, data in targets.values():
+                take(piece.wanted, data)
+        return sum(piece.wanted.size for piece in pieces)
+
+    def _fetched(
+        self,
+        pieces: Sequence[Piece],
+        sources: Sequence[Shard],
+        place: Callable[[Sequence[Piece], memoryview], Mapping[int, Target]],
+    ) -> Iterator[Mapping[int, Target]]:
+        """Read window after window; what is yielded is proven, and there until the next one."""
         endpoints = self._endpoints(sources)
-        by_content = self._reader.transport in TRUSTED_TRANSPORTS
-        pieces = list(pieces_of(manifest, by_content=by_content))
-        with ThreadPoolExecutor(min(_CHECKERS_MAX, os.cpu_count() or 1)) as checker:
+        size = min(sum(piece.wanted.size for piece in pieces), self._limits.window_bytes)
+        with (
+            Prover(_provers()) as prover,
+            open_session(self._reader, window_bytes=size) as session,
+        ):
             tools = Tools(
-                reader=self._reader,
+                reader=session.reader,
                 clock=self._parts.clock,
-                checker=checker,
+                prover=prover,
                 on_record=self._parts.on_record,
             )
             for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
-                self._fetch_window(tools, _targets(window, objects), endpoints)
-        return {object_id: data.toreadonly() for object_id, data in objects.items()}
+                targets = place(window, session.window)
+                self._fetch_window(tools, targets, endpoints)
+                yield targets
 
     def _endpoints(self, sources: Sequence[Shard]) -> Sequence[str]:
         """Return where the sources serve; one that cannot be read from here is left out."""
@@ -210,8 +251,10 @@ class Fetcher:
             missing = [key for key in targets if key not in good]
             good |= set(hedge.finish(missing if watch.stop is None else ()))
             attempts.append(hedge.attempt)
-        if watch.stop is not None:
-            raise watch.stop
+        no_room = [each.no_room for each in attempts if each.no_room is not None]
+        for reason in (watch.stop, *no_room):
+            if reason is not None:
+                raise reason
         problems = [each.problem for each in attempts if each.problem is not None]
         if not problems and len(good) < len(targets):
             problems = [watch.silence(endpoint)]
@@ -219,16 +262,44 @@ class Fetcher:
         return good, problems
 
 
-def _targets(window: Sequence[Piece], objects: Mapping[str, memoryview]) -> dict[int, Target]:
-    return {
-        index: (
-            piece,
-            objects[piece.wanted.object_id][
-                piece.wanted.offset : piece.wanted.offset + piece.wanted.size
-            ],
-        )
-        for index, piece in enumerate(window)
-    }
+def _provers() -> int:
+    """Return how many threads prove: one core reads."""
+    return max(1, min(_PROVERS_MAX, (os.cpu_count() or 1) - 1))
+
+
+def _targets(
+    pieces: Sequence[Piece], window: memoryview, objects: Mapping[str, Spooled]
+) -> dict[int, Target]:
+    """Give each piece its place in the window; what is larger goes where it stays at once."""
+    found: dict[int, Target] = {}
+    at = 0
+    for index, piece in enumerate(pieces):
+        wanted, data = piece.wanted, objects[piece.wanted.object_id]
+        if wanted.size > len(window):
+            found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
+            continue
+        kept = replace(piece, check=partial(_prove_and_keep, piece, data))
+        found[index] = (kept, window[at : at + wanted.size])
+        at += wanted.size
+    return found
+
+
+def _places(pieces: Sequence[Piece], window: memoryview) -> dict[int, Target]:
+    """Give each piece its place in the window; what is larger gets memory of its own."""
+    found: dict[int, Target] = {}
+    at = 0
+    for index, piece in enumerate(pieces):
+        size = piece.wanted.size
+        room = window[at : at + size]
+        found[index] = (piece, room if len(room) == size else memoryview(bytearray(size)))
+        at += size
+    return found
+
+
+def _prove_and_keep(piece: Piece, kept: Spooled, data: memoryview) -> None:
+    """Prove a piece and put it in its place. Raises VerifyError, NoRoomError."""
+    piece.check(data)
+    kept.write(piece.wanted.offset, data)
 
 
 def _one_of(problems: Sequence[FetchError | VerifyError]) -> FetchError | VerifyError:

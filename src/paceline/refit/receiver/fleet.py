@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import RefitError, UncertainStateError, VerifyError
-from paceline.refit.generators.protocol import InstalledVersion
-from paceline.refit.generators.workers import EngineDriver, WorkersEngine, WorkerStatus
+from paceline.refit.generators.protocol import GeneratorEngineAdapter, InstalledVersion
+from paceline.refit.generators.workers import EngineDriver, WorkerStatus
 from paceline.refit.model import TensorEntry, WeightVersion
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.install import Installed, label_of
@@ -19,20 +19,26 @@ class WorkersInstaller:
     """Signs Installs: stage everywhere, pause, write everywhere, go on."""
 
     def __init__(
-        self, driver: EngineDriver, *, engine: WorkersEngine, clock: Clock, stage_timeout_s: float
+        self,
+        driver: EngineDriver,
+        *,
+        engine: GeneratorEngineAdapter,
+        clock: Clock,
+        stage_timeout_s: float,
     ) -> None:
         """Take the driver of the engine.
 
         Args:
             driver: leads the workers.
-            engine: is labelled before the first pass on new weights can start.
-            clock: measures the pause.
+            engine: the WorkersEngine of the same driver, or what stands in front of it.
+            clock: for waiting.
             stage_timeout_s: for all workers to have fetched and proven a version.
         """
         self._driver = driver
         self._engine = engine
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
+        self._known: frozenset[str] | None = None
 
     def install(
         self,
@@ -50,23 +56,14 @@ class WorkersInstaller:
         """
         label = label_of(version)
         statuses = self._stage(version.uid, between_reads)
-        began = self._clock.monotonic()
-        self._driver.pause()
-        try:
-            self._apply(label)
-        except UncertainStateError:
-            self._engine.label(None)
-            raise
-        except BaseException:
-            if self._engine.installed() is not None:
-                self._driver.resume()
-            raise
-        self._driver.resume()
+        pause_s = self._engine.at_safe_point(
+            lambda: self._apply(label), installed=label, timeout_s=self._stage_timeout_s
+        )
         return Installed(
             version=label,
             entries={},
             fetched_bytes=sum(status.fetched_bytes for status in statuses),
-            pause_s=self._clock.monotonic() - began,
+            pause_s=pause_s,
         )
 
     def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
@@ -81,12 +78,13 @@ class WorkersInstaller:
         return Costs()
 
     def keep_only(self, uids: frozenset[str]) -> None:
-        """Leave it to the workers, who look for themselves when they stage."""
+        """Tell the workers when they stage next: it is they who serve versions on."""
+        self._known = uids
 
     def _stage(self, uid: str, between_reads: Callable[[], None]) -> list[WorkerStatus]:
         """Return once all workers can apply the version; the engine generates meanwhile."""
         deadline = self._clock.monotonic() + self._stage_timeout_s
-        self._driver.stage(uid)
+        self._driver.stage(uid, known=self._known)
         while True:
             statuses = list(self._driver.status())
             failed = [status for status in statuses if status.error]
@@ -103,18 +101,21 @@ class WorkersInstaller:
             self._clock.sleep(LOOK_S)
 
     def _apply(self, label: InstalledVersion) -> None:
+        """Write everywhere while nothing runs; the engine takes the label when this returns."""
         try:
-            self._driver.apply(label.version_id)
+            statuses = self._driver.apply(label.version_id)
         except UncertainStateError:
             raise
         except PacelineError as exc:
             self._take_back(exc)
             raise
-        roots = {(status.installed or {}).get("root_digest") for status in self._driver.status()}
+        roots = {(status.installed or {}).get("root_digest") for status in statuses}
         if roots != {label.root_digest}:
             raise UncertainStateError(f"the workers do not all have {label.root_digest}: {roots}")
-        self._engine.label(label)
-        self._driver.finish(label.version_id)
+        try:
+            self._driver.finish(label.version_id)
+        except PacelineError as exc:  # tokens of the new weights would carry the old label
+            raise UncertainStateError(f"{label.version_id} is in and not named: {exc}") from exc
 
     def _take_back(self, cause: PacelineError) -> None:
         """Undo where it had been written already: workers never serve different versions."""

@@ -10,7 +10,7 @@ from paceline.core.clock import Clock
 from paceline.refit.apply import (
     Checks,
     StagedInstall,
-    prove_live,
+    check_live,
     stage_install,
     write_install,
 )
@@ -24,12 +24,20 @@ from paceline.refit.generators.protocol import (
     spare_of,
 )
 from paceline.refit.kernels.registry import process_tools, warm_loops
-from paceline.refit.manifest.signature import Trust, statement_of
+from paceline.refit.manifest.signature import Trust, trust_in
 from paceline.refit.manifest.v1 import Manifest
-from paceline.refit.model import Shard, TensorEntry, VersionDescription, WeightVersion
+from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
+from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.gathering import AT_A_TIME_MAX, Turns, fetch_slots
 from paceline.refit.receiver.lease import hold_lease
+from paceline.refit.receiver.shards import (
+    check_manifests_are_of,
+    require_description,
+    sources_by_slot,
+    whole_manifest,
+)
 from paceline.refit.receiver.spare import SpareSet
 from paceline.refit.receiver.spread import Spread
 from paceline.refit.transports.protocol import ObjectReader, TransferRecord
@@ -73,7 +81,7 @@ class Installed:
 
     version: InstalledVersion
     entries: Mapping[str, TensorEntry]
-    """What every live tensor is now: the base of the next delta."""
+    """What every live tensor, or part of one, is now, by its key: the base of the next delta."""
     fetched_bytes: int
     pause_s: float
     transfers: tuple[TransferRecord, ...] = ()
@@ -189,7 +197,7 @@ class Installer:
             self._spare.follow(staged, whole=checks.whole)
         return Installed(
             version=label,
-            entries={entry.name: entry for entry in staged.entries},
+            entries={entry.key: entry for entry in staged.entries},
             fetched_bytes=fetched_bytes,
             pause_s=pause_s,
             transfers=tuple(self._transfers),
@@ -234,7 +242,7 @@ class Installer:
 
     def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
         """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
-        prove_live(self._engine.live_tensors(), entries.values())
+        check_live(self._engine.live_tensors(), entries.values())
 
     def _stage(
         self,
@@ -245,7 +253,60 @@ class Installer:
         keep_alive: Callable[[], None],
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
-        fetcher = Fetcher(
+        slots = sources_by_slot(version, self._control.list_shards(version.uid))
+        turns = Turns(keep_alive)
+        fetchers = {slot: self._fetcher(version, turns) for slot in slots}
+        manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
+        check_manifests_are_of(manifests, version)
+        whole = whole_manifest(list(manifests.values()))
+        if self._prepare is not None:
+            self._prepare(whole)
+        checks = replace(checks, lora=whole.lora if self._loras is not None else None)
+        live = self._room_for(whole, base)
+        live_bytes = sum(len(buffer.data) for buffer in live.values())
+        shards = fetch_slots(
+            manifests,
+            fetchers,
+            slots,
+            turns=turns,
+            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
+            at_a_time=AT_A_TIME_MAX if self._supply.spread is None else 1,  # it is one for all
+        )
+        return self._staged(shards, live, base, checks), sum(shard.num_bytes for shard in shards)
+
+    def _room_for(
+        self, whole: Manifest, base: Mapping[str, TensorEntry] | None
+    ) -> Mapping[str, TensorBuffer]:
+        """Return the tensors that a version is written to."""
+        spare = self._spare
+        if self._loras is not None:
+            assert spare is not None  # noqa: S101 - an engine for LoRAs has one
+            if self._loras.make_room(whole.lora, whole.tensors):
+                spare.forget()
+        return self._engine.live_tensors() if spare is None else spare.levelled(base)
+
+    def _staged(
+        self,
+        shards: Sequence[FetchedShard],
+        live: Mapping[str, TensorBuffer],
+        base: Mapping[str, TensorEntry] | None,
+        checks: Checks,
+    ) -> StagedInstall:
+        aliases = self._engine.tensor_aliases()
+        if len(shards) > 1:
+            return stage_shards(shards, live=live, aliases=aliases, base=base, checks=checks)
+        return stage_install(
+            shards[0].manifest,
+            shards[0].objects,
+            live=live,
+            aliases=aliases,
+            base=base,
+            checks=checks,
+        )
+
+    def _fetcher(self, version: WeightVersion, keep_alive: Callable[[], None]) -> Fetcher:
+        """Return what fetches one slot."""
+        return Fetcher(
             self._reader,
             FetchParts(
                 clock=self._clock,
@@ -256,32 +317,6 @@ class Installer:
                 spread=self._supply.spread,
             ),
         )
-        sources = self._control.list_shards(version.uid)
-        slot_id = require_one_slot(version, sources)
-        manifest = fetcher.fetch_manifest(sources)
-        check_manifest_is_of(manifest, version, slot_id=slot_id)
-        if self._prepare is not None:
-            self._prepare(manifest)
-        spare = self._spare
-        if self._loras is not None:
-            assert spare is not None  # noqa: S101 - an engine for LoRAs has one
-            if self._loras.make_room(manifest.lora, manifest.tensors):
-                spare.forget()
-            checks = replace(checks, lora=manifest.lora)
-        live = self._engine.live_tensors() if spare is None else spare.levelled(base)
-        live_bytes = sum(len(buffer.data) for buffer in live.values())
-        objects = fetcher.fetch_objects(
-            manifest, sources, bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES
-        )
-        staged = stage_install(
-            manifest,
-            objects,
-            live=live,
-            aliases=self._engine.tensor_aliases(),
-            base=base,
-            checks=checks,
-        )
-        return staged, sum(len(data) for data in objects.values())
 
     def _spare_set(self) -> SpareSet | None:
         weights = spare_of(self._engine)
@@ -320,10 +355,10 @@ class Installer:
             return lambda: write_install(staged, tools=self._tools)
         from paceline.refit.staging.mirror import DeviceInstall, refresh_device
 
-        if base is not None:
+        if base is not None and not staged.has_parts:
             return DeviceInstall(staged, engine.device_tensors(), tools=self._tools).write
 
-        def write() -> None:  # nothing is known of the device either
+        def write() -> None:  # nothing is known of the device, or it has to be written in parts
             write_install(staged, tools=self._tools)
             refresh_device(engine.device_tensors(), self._engine.live_tensors())
 
@@ -331,7 +366,7 @@ class Installer:
 
     def _trust_in(self, version: WeightVersion) -> Trust | None:
         key = self._supply.verify_key
-        return None if key is None else Trust(key=key, expected=statement_of(version))
+        return None if key is None else trust_in(version, key)
 
     def _next_checks(self, base: Mapping[str, TensorEntry] | None) -> Checks:
         """Say whether this install reads all live bytes: the first does, and every n-th."""
@@ -345,9 +380,7 @@ class Installer:
         """Read every live byte back; tokens may already flow, so a surprise takes the label."""
         try:
             only = None if checks.whole else ()
-            root = prove_live(
-                self._engine.live_tensors(), staged.entries, only=only, tools=self._tools
-            )
+            check_live(self._engine.live_tensors(), staged.entries, only=only, tools=self._tools)
             if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
                 from paceline.refit.staging.mirror import prove_device
 
@@ -356,8 +389,10 @@ class Installer:
             raise UncertainStateError(
                 f"live weights are not version {label.version_id}: {exc}"
             ) from exc
-        if root != label.root_digest:
-            raise UncertainStateError(f"live weights have root {root}, not {label.root_digest}")
+        if staged.root_digest != label.root_digest:
+            raise UncertainStateError(
+                f"live weights have root {staged.root_digest}, not {label.root_digest}"
+            )
 
 
 def _expect_root(root: str, label: InstalledVersion) -> None:
@@ -371,46 +406,3 @@ def label_of(version: WeightVersion) -> InstalledVersion:
     return InstalledVersion(
         version_id=version.uid, sequence=said.sequence, root_digest=said.root_digest
     )
-
-
-def require_description(version: WeightVersion) -> VersionDescription:
-    """Return what is recorded about a version. Raises VerifyError if nothing is."""
-    if version.description is None:
-        raise VerifyError(f"version {version.uid} has no description; it cannot be proven")
-    return version.description
-
-
-def require_one_slot(version: WeightVersion, sources: Sequence[Shard]) -> str:
-    """Return the one slot that all sources fill.
-
-    Raises:
-        VerifyError: there are none, or several: a root digest covers one slot so far.
-    """
-    slots = {source.source_slot_id for source in sources}
-    if len(slots) != 1:
-        raise VerifyError(
-            f"version {version.uid} has {len(slots)} source slots; this receiver installs "
-            "versions of exactly one"
-        )
-    return slots.pop()
-
-
-def check_manifest_is_of(manifest: Manifest, version: WeightVersion, *, slot_id: str) -> None:
-    """Refuse a manifest that is right in itself and belongs to something else.
-
-    Raises:
-        VerifyError: naming what differs from the version's record.
-    """
-    said = require_description(version)
-    pairs = {
-        "payload format": (manifest.payload_format, version.payload_format),
-        "slot": (manifest.source_slot_id, slot_id),
-        "root digest": (manifest.root_digest, said.root_digest),
-    }
-    if manifest.base_root is not None:
-        pairs["base root"] = (manifest.base_root, said.parent_root or "")
-    for what, (found, recorded) in pairs.items():
-        if found != recorded:
-            raise VerifyError(
-                f"version {version.uid}: {what} {found} in the manifest, {recorded} on record"
-            )

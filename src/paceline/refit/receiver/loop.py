@@ -44,9 +44,9 @@ from paceline.refit.receiver.install import (
     InstallLimits,
     Installs,
     Supply,
-    require_description,
 )
 from paceline.refit.receiver.pinning import pin_of, plan_pinned
+from paceline.refit.receiver.shards import require_description
 from paceline.refit.receiver.standing import (
     Observation,
     Refusals,

@@ -44,7 +44,7 @@ class PayloadBuffer:
     """Memory for a manifest's objects, filled in any order; safe from several threads."""
 
     def __init__(self, manifest: Manifest, spool: Spool) -> None:
-        """Take the memory: whoever calls has checked the sizes. Raises FetchError."""
+        """Take the memory: whoever calls has checked the sizes. Raises NoRoomError."""
         self.chunks = chunks_of(manifest)
         self._data = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
         self._have = 0
@@ -63,26 +63,32 @@ class PayloadBuffer:
     @property
     def num_bytes(self) -> int:
         """Of all objects."""
-        return sum(len(data) for data in self._data.values())
+        return sum(len(data.view) for data in self._data.values())
 
     def accept(self, number: int, data: memoryview) -> bool:
-        """Keep a chunk; False if it is here already. Raises VerifyError for other bytes."""
+        """Keep a chunk; False if it is here already.
+
+        Raises:
+            VerifyError: these are other bytes.
+            NoRoomError: the disk did not take them.
+        """
         chunk = self.chunks[number]
         verify_chunk(chunk.item, chunk.index, data)
+        if self._have >> number & 1:
+            return False
+        self._data[chunk.item.object_id].write(chunk.offset, data)
         with self._lock:
-            if self._have >> number & 1:
+            if self._have >> number & 1:  # two reads of one chunk: they wrote the same
                 return False
-            self._slice(chunk)[:] = data
             self._have |= 1 << number
             return True
 
     def view(self, number: int) -> memoryview:
         """Return a proven chunk."""
-        return self._slice(self.chunks[number]).toreadonly()
+        chunk = self.chunks[number]
+        data = self._data[chunk.item.object_id].view
+        return data[chunk.offset : chunk.offset + chunk.size].toreadonly()
 
     def objects(self) -> Mapping[str, memoryview]:
         """Return the objects; whole once ``is_complete``."""
-        return {object_id: data.toreadonly() for object_id, data in self._data.items()}
-
-    def _slice(self, chunk: Chunk) -> memoryview:
-        return self._data[chunk.item.object_id][chunk.offset : chunk.offset + chunk.size]
+        return {object_id: data.view.toreadonly() for object_id, data in self._data.items()}

@@ -1,6 +1,6 @@
 """What a payload is fetched in: ranges that can each be proven alone. No I/O."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,13 @@ def pieces_of(manifest: Manifest, *, by_content: bool) -> Iterator[Piece]:
         yield from (
             _by_tensor(item, manifest) if by_content and manifest.is_full else _by_chunk(item)
         )
+
+
+def chunk_pieces(manifest: Manifest, wanted: Mapping[str, frozenset[int]]) -> Iterator[Piece]:
+    """Yield some chunks of some objects, in the order of their bytes."""
+    for item in manifest.objects:
+        some = wanted.get(item.object_id, frozenset())
+        yield from (piece for index, piece in enumerate(_by_chunk(item)) if index in some)
 
 
 def windows_of(pieces: Sequence[Piece], *, bytes_max: int) -> Iterator[Sequence[Piece]]:

@@ -1,25 +1,29 @@
 """The second set of an engine's weights: written and proven while the engine serves the first.
 
 At any moment the live set is one version whole. The spare one may be anything; what it is known
-to hold is remembered by root digest, and forgotten before the first word of it is written. So
+to hold is remembered by its digests, and forgotten before the first word of it is written. So
 whatever fails, the next install brings it level with the live set again, by copying.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
-from paceline.refit.apply import StagedInstall, TensorWrite, prove_live, write_install
+from paceline.refit.apply import StagedInstall, check_live, write_install
 from paceline.refit.delta.codec import Tools
 from paceline.refit.delta.order import as_words, kind_of
-from paceline.refit.digest import root_digest
 from paceline.refit.errors import ApplyError, RefitError, UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import SpareWeights
 from paceline.refit.model import TensorBuffer, TensorEntry
+from paceline.refit.writing import TensorWrite
 
 log = logging.getLogger(__name__)
+
+Content: TypeAlias = frozenset[tuple[str, str]]
+"""Key and digest of every entry: what a set holds, however the version was cut into shards."""
 
 
 class SpareSet:
@@ -35,14 +39,14 @@ class SpareSet:
         self._weights = weights
         self._live = live
         self._tools = tools
-        self._root: str | None = None
+        self._holds: Content | None = None
         """Of what the spare set holds for certain."""
-        self._live_root: str | None = None
+        self._live_holds: Content | None = None
         """Of what the live set held when the spare one was brought level with it."""
 
     def forget(self) -> None:
         """Take the spare set for unknown: it is copied anew before it is used."""
-        self._root = None
+        self._holds = None
 
     def levelled(self, base: Mapping[str, TensorEntry] | None) -> Mapping[str, TensorBuffer]:
         """Return the spare tensors, made equal to the live ones if those are known and the same.
@@ -50,8 +54,8 @@ class SpareSet:
         Raises:
             VerifyError: the copy is not what ``base`` says, so the live set is not either.
         """
-        self._live_root = None if base is None else root_digest(base.values())
-        if base is not None and self._root != self._live_root and self._is_alike():
+        self._live_holds = None if base is None else _content(base.values())
+        if base is not None and self._holds != self._live_holds and self._is_alike():
             self._copy_live(base)
         return self._weights.tensors()
 
@@ -73,7 +77,7 @@ class SpareSet:
         Raises:
             ApplyError, VerifyError: it failed; the live set was not touched.
         """
-        self._root = None
+        self._holds = None
         try:
             write_install(staged, tools=self._tools, prove=whole)
         except UncertainStateError as exc:
@@ -81,19 +85,20 @@ class SpareSet:
                 f"the spare set of weights is lost and will be copied from the live one: {exc}"
             ) from exc
         names = {entry.name for entry in staged.entries} if whole else set()
-        root = prove_live(
+        proven = () if staged.scatters else staged.changed_names  # scattered from proven copies
+        check_live(
             self._weights.tensors(),
             staged.entries,
-            only=sorted(names.difference(staged.changed_names)),
+            only=sorted(names.difference(proven)),
             tools=self._tools,
         )
-        self._root = root
-        return root
+        self._holds = _content(staged.entries)
+        return staged.root_digest
 
     def exchange(self) -> None:
         """Make the written set the live one; for the safe point."""
         self._weights.exchange()
-        self._root = self._live_root
+        self._holds = self._live_holds
 
     def follow(self, staged: StagedInstall, *, whole: bool) -> None:
         """Bring the set that was live to what is live now, by the same changes.
@@ -102,8 +107,8 @@ class SpareSet:
         was live is told.
         """
         try:
-            if self._root is None:
-                self._copy_live({entry.name: entry for entry in staged.entries})
+            if self._holds is None or staged.has_parts:
+                self._copy_live({entry.key: entry for entry in staged.entries})
                 return
             writes = tuple(map(self._aimed, staged.writes))
             self.write(replace(staged, writes=writes), whole=whole)
@@ -117,7 +122,7 @@ class SpareSet:
         return replace(write, live=as_words(buffer.data, kind_of(buffer.dtype).width))
 
     def _copy_live(self, entries: Mapping[str, TensorEntry]) -> None:
-        self._root = None
+        self._holds = None
         live, spare = self._live(), self._weights.tensors()
 
         def copy(name: str) -> None:  # by numpy, which lets the engine's thread run meanwhile
@@ -126,4 +131,9 @@ class SpareSet:
 
         for _ in self._tools.run(copy, list(spare)):
             pass
-        self._root = prove_live(spare, entries.values(), tools=self._tools)
+        check_live(spare, entries.values(), tools=self._tools)
+        self._holds = _content(entries.values())
+
+
+def _content(entries: Iterable[TensorEntry]) -> Content:
+    return frozenset((entry.key, entry.digest) for entry in entries)

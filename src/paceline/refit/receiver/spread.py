@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from paceline.refit.errors import (
     FetchError,
     LyingSourceError,
+    NoRoomError,
     TransferCancelledError,
     VerifyError,
 )
@@ -33,6 +34,7 @@ from paceline.refit.receiver.payload import PayloadBuffer
 from paceline.refit.receiver.sourcebook import SourceBook
 from paceline.refit.receiver.spool import Spool
 from paceline.refit.receiver.swarm import Membership, Swarm
+from paceline.refit.receiver.transfers import joined
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -193,6 +195,8 @@ class _Run:
         self._records: dict[str, TransferRecord] = {}
         self._progressed_s = self._clock.monotonic()
         self._given_up: frozenset[str] = frozenset()
+        self._taken_in = payload.have
+        """A read tells of its chunk some time after the chunk is here."""
         self.landed = 0
         """Reads from far away that went well: there is room for one more for each."""
         self._pool = ThreadPoolExecutor(options.policy.reads_max, thread_name_prefix="fetch")
@@ -201,7 +205,7 @@ class _Run:
         """Return when every chunk is here. Raises as Spread.fetch does."""
         try:
             self._forgive_if_alone()
-            while not self._payload.is_complete:
+            while not (self._payload.is_complete and self._is_taken_in()):
                 state = self._look()
                 self._give_up(overdue_members(state))
                 read = choose_read(state)
@@ -214,6 +218,10 @@ class _Run:
                     self._start(read)
         finally:
             self._end()
+
+    def _is_taken_in(self) -> bool:
+        """Say whether every chunk that is here was offered to the others, or could not be."""
+        return self._taken_in == self._payload.have
 
     def _forgive_if_alone(self) -> None:
         """Try whoever failed or lied before, if there is nobody else: every byte is proven."""
@@ -317,6 +325,8 @@ class _Run:
         """Read one chunk, in a thread of the pool."""
         try:
             self._read_chunk(flight)
+        except NoRoomError as exc:  # nobody's fault
+            flight.crash = exc
         except (FetchError, VerifyError) as exc:
             flight.error = exc
         except TransferCancelledError:
@@ -380,22 +390,19 @@ class _Run:
         if flight.is_first:
             self._progressed_s = now_s
             self._membership.offer(flight.read.chunk)
+            self._taken_in |= 1 << flight.read.chunk
             for other in self._flights:
                 other.is_cancelled |= other.read.chunk == flight.read.chunk
 
     def _note(self, name: str, flight: _Flight, *, problem: str = "") -> None:
         """Add a read to what its source's record says: one line for each source."""
-        known = self._records.get(name) or TransferRecord(
-            transport=self._order.reader.transport, source=name, num_bytes=0, seconds=0.0
+        seconds = flight.ended_s - flight.started_s
+        record = flight.done or TransferRecord(
+            transport=self._order.reader.transport, source=name, num_bytes=0, seconds=0.0, retries=1
         )
-        done = flight.done
-        self._records[name] = replace(
-            known,
-            num_bytes=known.num_bytes + (0 if done is None else done.num_bytes),
-            seconds=known.seconds + flight.ended_s - flight.started_s,
-            retries=known.retries + (1 if done is None else done.retries),
-            problem=problem or known.problem,
-        )
+        record = replace(record, source=name, seconds=seconds, problem=problem)
+        known = self._records.get(name)
+        self._records[name] = record if known is None else joined(known, record)
 
     def _end(self) -> None:
         for flight in self._flights:

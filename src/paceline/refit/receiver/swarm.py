@@ -89,6 +89,7 @@ class Swarm:
         key = (version_id, source_slot_id)
         known = self._kept.get(key)
         if known is not None and known.payload is payload:
+            known.offer_all()
             return known
         if known is not None:
             self._leave(key)
@@ -104,9 +105,7 @@ class Swarm:
         )
         membership = Membership(self, replica, payload)
         self._kept[key] = membership
-        for number in range(len(payload.chunks)):
-            if payload.have >> number & 1:
-                membership.offer(number)
+        membership.offer_all()
         self._make_room(newest=key)
         return membership
 
@@ -191,6 +190,8 @@ class Membership:
         self.payload = payload
         self.served: dict[int, str] = {}
         """Chunk number -> the id it is served under."""
+        self._serves = 0
+        """The same chunks as bits: what the others are told, since only these can be read."""
         self._swarm = swarm
         self.coming = 0
         """Chunks that this receiver is reading from far away, as bits."""
@@ -199,6 +200,12 @@ class Membership:
         self._heard_ms = 0
         """The service's time when it answered last."""
         self._due_s = -math.inf
+
+    def offer_all(self) -> None:
+        """Serve every chunk that is here."""
+        for number in range(len(self.payload.chunks)):
+            if self.payload.have >> number & 1:
+                self.offer(number)
 
     def offer(self, number: int) -> None:
         """Serve a chunk that was proven; idempotent."""
@@ -211,6 +218,7 @@ class Membership:
             log.warning("chunk %s is not served on: %s", chunk_id[:12], exc)
             return
         self.served[number] = chunk_id
+        self._serves |= 1 << number
 
     def others(self, *, rates: Mapping[str, float]) -> Sequence[Replica]:
         """Return what the others have, after telling them what is here, if it is time for that.
@@ -218,10 +226,11 @@ class Membership:
         Never raises for a control service that is away: what was heard last stands.
         """
         now_s = self._swarm.clock.monotonic()
-        is_news = self.payload.is_complete and self._told != self.payload.have
+        have = self._serves
+        is_news = have == all_chunks(len(self.payload.chunks)) and self._told != have
         if now_s < self._due_s and not is_news:
             return self._others
-        options, have = self._swarm.options, self.payload.have
+        options = self._swarm.options
         try:
             heard = self._swarm.board.announce_replica(self._current(have, rates))
         except ControlError as exc:

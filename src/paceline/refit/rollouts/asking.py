@@ -1,7 +1,7 @@
 """One request to one engine: every outcome is choices or one of our errors."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from paceline.refit.rollouts.wire import (
     parse_event,
     render_request,
 )
+from paceline.refit.transports.routes import ROUTE_TRY_S
 
 T = TypeVar("T")
 
@@ -94,8 +95,21 @@ class EngineCalls:
         body = render_request(
             want.prompt, want.sampling, model_name=self._config.model_name, is_stream=is_stream
         )
+        endpoint = picked.report.endpoint
+        shorter = self._config.routes.of(endpoint)
+        if shorter != endpoint:
+            try:
+                return await self._post(shorter, body, connect_s=ROUTE_TRY_S)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                pass  # nothing was sent, and the long way is there
+        return await self._post(endpoint, body, connect_s=CONNECT_S)
+
+    async def _post(
+        self, endpoint: str, body: Mapping[str, object], *, connect_s: float
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(self._config.request_timeout_s, connect=connect_s)
         request = self._http.build_request(
-            "POST", f"{picked.report.endpoint}/v1/completions", json=body
+            "POST", f"{endpoint}/v1/completions", json=body, timeout=timeout
         )
         return await self._http.send(request, stream=True)
 

@@ -7,6 +7,7 @@ from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import RefitError
 from paceline.refit.generators.protocol import Choice, Sampling, VersionSpan
 from paceline.refit.model import InstalledReport
+from paceline.refit.transports.routes import Routes
 
 
 class EngineFailedError(RefitError):
@@ -92,6 +93,9 @@ class RolloutConfig:
     """After so long without an answer a second engine is asked too; None: never."""
     hedge_share: float = 0.1
     """At most this share of the prompts is asked twice: a slow fleet is not helped by more work."""
+
+    routes: Routes = field(default_factory=Routes)
+    """Shorter ways to engines than the addresses that they tell."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0 or self.poll_interval_s <= 0 or self.parallel < 1:

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paceline.core.address import join_address, told_as
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, PreflightError
 from paceline.core.waiting import wait_until
@@ -42,8 +43,8 @@ class EngineServer:
         self._socket = _listen(host, port)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        shown = f"[{host}]" if ":" in host else host
-        self.endpoint = f"http://{shown}:{self._socket.getsockname()[1]}"
+        port = int(self._socket.getsockname()[1])
+        self.endpoint = f"http://{join_address(told_as(host), port)}"
 
     def start(self, app: ASGIApp, *, grace_s: float) -> None:
         """Begin to answer; returns when it does.

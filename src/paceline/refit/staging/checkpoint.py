@@ -5,7 +5,7 @@ hold for them too; a bucket also shows them under their own names.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.refit.delta.canonical import (
     FullTensor,
@@ -14,9 +14,10 @@ from paceline.refit.delta.canonical import (
     render_full_index,
 )
 from paceline.refit.delta.order import kind_of
+from paceline.refit.digest import root_digest
 from paceline.refit.manifest.payload import describe_object
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Scheme, Segment
-from paceline.refit.model import WeightPayloadFormat
+from paceline.refit.model import TensorEntry, WeightPayloadFormat
 from paceline.refit.staging.shard import (
     Capture,
     PlacedTensor,
@@ -31,13 +32,28 @@ FILE_BYTES = 2**30
 
 def checkpoint_shard(capture: Capture, *, file_bytes: int = FILE_BYTES) -> StagedBuffers:
     """Stage a capture as a full version in files, served from its arena."""
-    layout = capture.layout
+    data = capture.arena.data.toreadonly()
+    views = {
+        item.name: data[item.offset : item.offset + item.num_bytes]
+        for item in capture.layout.tensors
+    }
+    return checkpoint_of(capture.layout, capture.entries, views, file_bytes=file_bytes)
+
+
+def checkpoint_of(
+    layout: ShardLayout,
+    entries: tuple[TensorEntry, ...],
+    views: Mapping[str, memoryview],
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> StagedBuffers:
+    """Stage tensors that stand still, wherever they lie, as a full version in files."""
     files = list(_files(layout, file_bytes))
     staged, described = list[StagedObject](), list[PayloadObject]()
     segments, weight_map = list[Segment](), dict[str, str]()
     for index, tensors in enumerate(files):
         name = full_shard_name(index, len(files))
-        parts = _parts(capture, tensors)
+        parts = _parts(views, tensors)
         item = describe_object(parts)
         described.append(item)
         staged.append(
@@ -50,8 +66,8 @@ def checkpoint_shard(capture: Capture, *, file_bytes: int = FILE_BYTES) -> Stage
             payload_format=WeightPayloadFormat.FULL_HF_CHECKPOINT,
             source_slot_id=layout.source_slot_id,
             base_root=None,
-            root_digest=capture.root_digest,
-            tensors=capture.entries,
+            root_digest=root_digest(entries),
+            tensors=entries,
             aliases=layout.aliases,
             objects=tuple(sorted(described, key=lambda item: item.object_id)),
             segments=tuple(sorted(segments, key=lambda segment: segment.tensor)),
@@ -80,15 +96,12 @@ def _alignment(item: PlacedTensor) -> tuple[int, str]:
     return -kind_of(item.dtype).width, item.name
 
 
-def _parts(capture: Capture, tensors: Sequence[PlacedTensor]) -> tuple[memoryview, ...]:
+def _parts(
+    views: Mapping[str, memoryview], tensors: Sequence[PlacedTensor]
+) -> tuple[memoryview, ...]:
     """Return header and tensors of one file; their bytes are not copied."""
-    data = capture.arena.data.toreadonly()
     rows = {
-        item.name: FullTensor(
-            dtype=item.dtype,
-            shape=item.shape,
-            data=data[item.offset : item.offset + item.num_bytes],
-        )
+        item.name: FullTensor(dtype=item.dtype, shape=item.shape, data=views[item.name])
         for item in tensors
     }
     return tuple(memoryview(part).cast("B") for part in full_shard_parts(rows))

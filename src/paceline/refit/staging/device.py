@@ -15,13 +15,9 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundChunk:
-    """The changes of one chunk, on the device and here."""
+    """The changes of one chunk, as they came from the device."""
 
     part: slice
-    at: torch.Tensor
-    """Places in the chunk, on the device."""
-    new: torch.Tensor
-    """Words there, on the device."""
     places: Positions
     words: Words
     steps: Steps
@@ -55,12 +51,7 @@ def find_on_device(
             rank(now, kind) - rank(was, kind),
             total=digest_change(places + part.start, was, now),
         )
-        found.append(
-            FoundChunk(
-                part=part, at=compact.positions, new=compact.new, places=places, words=now,
-                steps=steps,
-            )
-        )  # fmt: skip
+        found.append(FoundChunk(part=part, places=places, words=now, steps=steps))
     return found
 
 

@@ -1,6 +1,7 @@
 """A ring of arenas in host memory: copies of weights that stay still while anybody needs them."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
-from paceline.refit.errors import StagingError
+from paceline.refit.errors import NoFreeArenaError
 
 _ALIGNMENT = 64
 _POLL_S = 0.05
@@ -29,18 +30,27 @@ class ArenaRing:
     Safe from several threads. Memory is allocated on first use and kept.
     """
 
-    def __init__(self, *, capacity: int, clock: Clock, wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        clock: Clock,
+        wait_s: float = 0.0,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
         """Set up an empty ring.
 
         Args:
             capacity: how many arenas there may be.
             clock: for waiting.
             wait_s: how long ``take`` blocks when all are held; 0 means that it refuses at once.
+            allocate: returns so many writable bytes, aligned to 64; plain memory by default.
         """
         if capacity < 1:
             raise ValueError("a ring has at least one arena")
         self._clock = clock
         self._wait_s = wait_s
+        self._allocate = allocate or plain_block
         self._lock = threading.Lock()
         self._memory: list[memoryview | None] = [None] * capacity
         self._holders = [0] * capacity
@@ -55,7 +65,7 @@ class ArenaRing:
         """Return an arena of this size, held once by the caller; its content is anything.
 
         Raises:
-            StagingError: all are held, also after the wait.
+            NoFreeArenaError: all are held, also after the wait.
         """
         found: list[Arena] = []
 
@@ -73,7 +83,7 @@ class ArenaRing:
                 interval_s=_POLL_S,
             )
         except DeadlineExceededError as exc:
-            raise StagingError(
+            raise NoFreeArenaError(
                 f"all {len(self._holders)} arenas hold versions that are still being read; "
                 "wait for the readers, or give the trainer more arenas"
             ) from exc
@@ -91,24 +101,45 @@ class ArenaRing:
             self._expect_held(arena)
             self._holders[arena.index] -= 1
 
+    def prepare(self, num_bytes: int) -> None:
+        """Have one free arena ready, its pages in memory, so that the next ``take`` costs nothing.
+
+        The system hands out memory page by page at the first write; who captures should not pay
+        for that. Does nothing when a free arena is ready, or none is free.
+        """
+        with self._lock:
+            free = [index for index, holders in enumerate(self._holders) if holders == 0]
+            if not free or any(self._has_room(index, num_bytes) for index in free):
+                return
+        memory = self._allocate(num_bytes)
+        np.frombuffer(memory, dtype=np.uint8)[:] = 0
+        with self._lock:
+            if self._holders[free[0]] == 0 and not self._has_room(free[0], num_bytes):
+                self._memory[free[0]] = memory
+
     def _try_take(self, num_bytes: int) -> Arena | None:
         with self._lock:
-            for index, holders in enumerate(self._holders):
-                if holders == 0:
-                    memory = self._memory[index]
-                    if memory is None or len(memory) < num_bytes:
-                        memory = _allocate(num_bytes)
-                        self._memory[index] = memory
-                    self._holders[index] = 1
-                    return Arena(index, memory[:num_bytes])
-        return None
+            free = [index for index, holders in enumerate(self._holders) if holders == 0]
+            if not free:
+                return None
+            index = min(free, key=lambda each: not self._has_room(each, num_bytes))
+            memory = self._memory[index]
+            if memory is None or len(memory) < num_bytes:
+                memory = self._allocate(num_bytes)
+                self._memory[index] = memory
+            self._holders[index] = 1
+            return Arena(index, memory[:num_bytes])
+
+    def _has_room(self, index: int, num_bytes: int) -> bool:
+        memory = self._memory[index]
+        return memory is not None and len(memory) >= num_bytes
 
     def _expect_held(self, arena: Arena) -> None:
         if self._holders[arena.index] < 1:
             raise ValueError(f"arena {arena.index} is not held")
 
 
-def _allocate(num_bytes: int) -> memoryview:
+def plain_block(num_bytes: int) -> memoryview:
     """Return untouched memory that starts at a multiple of 64."""
     whole = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT

@@ -7,7 +7,7 @@ The price of no copy: from staging to release the optimizer must not step. The h
 from collections.abc import Callable, Mapping
 
 from paceline.refit.digest import content_digest
-from paceline.refit.errors import StagingError
+from paceline.refit.errors import NoFreeArenaError, StagingError
 from paceline.refit.model import TensorBuffer, TensorEntry
 
 
@@ -26,19 +26,25 @@ class InPlaceGuard:
         """
         self._fingerprint = fingerprint
         self._live = live
-        self._staged: tuple[Mapping[str, TensorEntry], object] | None = None
+        self._held: tuple[Mapping[str, TensorBuffer], object] | None = None
+        self._entries: Mapping[str, TensorEntry] = {}
 
     @property
     def is_held(self) -> bool:
         """Whether a version is served from live memory now."""
-        return self._staged is not None
+        return self._held is not None
 
-    def stage(self) -> Mapping[str, TensorBuffer]:
-        """Describe live memory and hold it. Raises StagingError while it is held already."""
+    def hold(self) -> None:
+        """Let nothing move from now on; reads nothing. Raises NoFreeArenaError while held."""
         self._refuse_if_held("another version cannot be staged in place")
-        buffers = self._live()
-        fingerprint = self._fingerprint()
-        entries = {
+        self._held, self._entries = (self._live(), self._fingerprint()), {}
+
+    def describe(self) -> Mapping[str, TensorBuffer]:
+        """Digest what is held, and return it. Raises StagingError if it moved meanwhile."""
+        if self._held is None:
+            raise StagingError("nothing is staged in place")
+        buffers, _ = self._held
+        self._entries = {
             name: TensorEntry(
                 name=name,
                 dtype=item.dtype,
@@ -48,13 +54,18 @@ class InPlaceGuard:
             )
             for name, item in buffers.items()
         }
-        self._staged = (entries, fingerprint)
+        self.verify(by_digest=False)
         return buffers
+
+    def stage(self) -> Mapping[str, TensorBuffer]:
+        """Hold and describe. Raises StagingError while it is held already."""
+        self.hold()
+        return self.describe()
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         """What the held version is."""
-        return self._staged[0] if self._staged else {}
+        return self._entries
 
     def verify(self, *, by_digest: bool) -> None:
         """Refuse if the weights moved since staging: serving them would break the version.
@@ -65,15 +76,14 @@ class InPlaceGuard:
         Raises:
             StagingError: naming the first tensor that moved.
         """
-        if self._staged is None:
+        if self._held is None:
             raise StagingError("nothing is staged in place")
-        entries, fingerprint = self._staged
-        moved = [] if self._fingerprint() == fingerprint else ["the version counters"]
+        moved = [] if self._fingerprint() == self._held[1] else ["the version counters"]
         if by_digest:
             live = self._live()
             moved = [
                 name
-                for name, entry in entries.items()
+                for name, entry in self._entries.items()
                 if content_digest(live[name].data) != entry.digest
             ] or moved
         if moved:
@@ -88,11 +98,11 @@ class InPlaceGuard:
 
     def release(self) -> None:
         """Let the weights move again; idempotent. Only when no lease lives."""
-        self._staged = None
+        self._held, self._entries = None, {}
 
     def _refuse_if_held(self, consequence: str) -> None:
-        if self._staged is not None:
-            raise StagingError(
+        if self._held is not None:
+            raise NoFreeArenaError(
                 f"live weights are being served in place, so {consequence}; release that "
                 "version first, or stage with COPY_TO_HOST"
             )

@@ -7,11 +7,12 @@ elements only, wherever they are.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from paceline.refit.apply import StagedInstall, TensorWrite, updates_of, write_install
+from paceline.refit.apply import StagedInstall, write_install
 from paceline.refit.delta.codec import Tools
 from paceline.refit.delta.order import WordKind, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, differences_of, positions_of
@@ -19,8 +20,10 @@ from paceline.refit.digest import content_digest
 from paceline.refit.errors import ApplyError, UncertainStateError, VerifyError
 from paceline.refit.kernels.protocol import DeviceLoops
 from paceline.refit.kernels.registry import PickLoops, load_device_loops, loops_on
+from paceline.refit.manifest.fit import dense_part
 from paceline.refit.model import TensorBuffer, TensorEntry
 from paceline.refit.staging.device import words_of
+from paceline.refit.writing import TensorWrite, updates_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,10 +164,14 @@ def prove_device(tensors: Mapping[str, Any], entries: Iterable[TensorEntry]) -> 
     Raises:
         VerifyError: one is not what its entry says.
     """
-    for entry in entries:
-        if entry.name in tensors:
-            words = words_of(tensors[entry.name], kind_of(entry.dtype)).cpu()
-            if content_digest(words.view(torch.uint8).numpy().data) != entry.digest:
+    there = sorted((each for each in entries if each.name in tensors), key=lambda each: each.name)
+    for name, parts in groupby(there, key=lambda each: each.name):
+        tensor = tensors[name]
+        for entry in parts:
+            words = words_of(tensor, kind_of(entry.dtype)).cpu()
+            data = words.view(torch.uint8).numpy().data
+            whole = TensorBuffer(name=name, dtype=entry.dtype, shape=tuple(tensor.shape), data=data)
+            if content_digest(dense_part(whole, entry).data) != entry.digest:
                 raise VerifyError(
                     f"tensor {entry.name!r} on its device does not have the digest of this version"
                 )

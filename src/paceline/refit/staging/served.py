@@ -32,6 +32,17 @@ class ServedShards(Generic[_Owner]):
                 self._needed[item.object_id] = self._needed.get(item.object_id, 0) + 1
                 self._server.serve_object(item.object_id, item.parts)
 
+    def abandon(self, buffers: StagedBuffers) -> None:
+        """Withdraw what was made readable of a shard that is not going to be served.
+
+        Raises:
+            StagingError: a reader does not leave.
+        """
+        with self._lock:
+            for item in buffers.objects:
+                if not self._needed.get(item.object_id):
+                    self._server.withdraw_object(item.object_id)
+
     def withdraw(self, owner: _Owner, buffers: StagedBuffers) -> Sequence[_Owner]:
         """Stop serving a shard and return the owners whose memory nobody is inside any more.
 

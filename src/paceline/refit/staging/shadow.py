@@ -1,26 +1,28 @@
 """The weights of the last committed version, kept on the device that the weights live on.
 
 A delta is found there, against this copy, and only changed elements come to the host, where they
-are put into a copy of the base. Memory on the device: one copy of the weights in the dtypes they
-are sent in, from the first delta on, and the newest changes until they are committed.
+are put into a copy of the base. Both sides stand still: training goes on while they are compared.
+So the copy that a version was captured in is what the next one is compared with, and memory on the
+device is two copies of the weights in the dtypes they are sent in.
 """
 
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from paceline.core.clock import Clock
 from paceline.refit.delta.choice import Link
 from paceline.refit.delta.codec import EncodedTensor, encode_found
 from paceline.refit.delta.order import as_words, kind_of
+from paceline.refit.errors import NoFreeArenaError, StagingError
 from paceline.refit.kernels.protocol import DeviceLoops
 from paceline.refit.kernels.registry import PickLoops, loops_on, process_tools
 from paceline.refit.staging.device import FoundChunk, find_on_device, words_of
+from paceline.refit.staging.device_arena import DeviceArena, DeviceRing
 from paceline.refit.staging.host import Arena
-from paceline.refit.staging.shard import Capture, PlacedTensor
-from paceline.refit.staging.torch_bytes import WORD_DTYPES
+from paceline.refit.staging.shard import Capture, PlacedTensor, ShardLayout
 
 log = logging.getLogger(__name__)
 
@@ -32,84 +34,125 @@ class Change:
     base: Capture
     encoded: Mapping[str, EncodedTensor | None]
     """None: it stays as it was."""
-    found: Mapping[str, list[FoundChunk]]
 
 
 class DeviceShadow:
-    """Finds deltas on the device; safe from several threads."""
+    """Captures on devices, and finds deltas there."""
 
-    def __init__(self, *, pick: PickLoops = loops_on) -> None:
-        """Take no memory yet. ``pick`` says which kinds of devices are compared on."""
+    def __init__(self, *, clock: Clock, pick: PickLoops = loops_on, copies: int = 2) -> None:
+        """Take no memory yet.
+
+        Args:
+            clock: of the ring.
+            pick: says which kinds of devices are compared on.
+            copies: of the weights on a device: the base, and the one being compared with it.
+        """
         self._pick = pick
-        self._of: Capture | None = None
-        self._words: dict[str, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._ring = DeviceRing(capacity=copies, clock=clock)
         self._has_room = True
 
-    def find(
-        self, base: Capture, arena: Arena, tensors: Mapping[str, torch.Tensor], *, link: Link
-    ) -> Change:
-        """Find what changed since ``base`` in tensors on a device, and put it into ``arena``.
+    def capture_comparable(
+        self, layout: ShardLayout, tensors: Mapping[str, torch.Tensor]
+    ) -> DeviceArena | None:
+        """Copy what can be compared on its device; None if there is nothing, or no room."""
+        mine = {name: item for name, item in tensors.items() if self._pick(item.device.type)}
+        if not mine or not self._has_room:
+            return None
+        try:
+            return self._ring.take(layout, mine)
+        except NoFreeArenaError:
+            return None  # an earlier version is still being compared: this one goes by the host
+        except torch.cuda.OutOfMemoryError:
+            self._give_up()
+            return None
 
-        Tensors in host memory are left to the caller, and so are those in which most changes, and
-        all once the device has no room for a copy of the weights.
+    def capture(self, layout: ShardLayout, tensors: Mapping[str, torch.Tensor]) -> DeviceArena:
+        """Copy everything where it is.
+
+        Raises:
+            NoFreeArenaError: all copies are needed.
+            StagingError: a device has no room.
+        """
+        try:
+            return self._ring.take(layout, tensors)
+        except torch.cuda.OutOfMemoryError as exc:
+            self._ring.forget()
+            raise StagingError(
+                "there is no room on the device for a copy of the weights; stage with COPY_TO_HOST"
+            ) from exc
+
+    def drop(self, arena: DeviceArena | None) -> None:
+        """Give a copy back; None is none."""
+        if arena is not None:
+            self._ring.drop(arena)
+
+    def find(
+        self,
+        base: Capture,
+        before: DeviceArena | None,
+        now: DeviceArena,
+        arena: Arena,
+        *,
+        link: Link,
+    ) -> Change:
+        """Find what changed since ``base`` and put it into ``arena``.
+
+        Left to the caller are tensors without loops on their device, those in which most changes,
+        and all once the device has no room.
+
+        Args:
+            base: in host memory.
+            before: the same on the devices; what is not there is read from the host.
+            now: the new weights there.
+            arena: where they are to be in host memory.
+            link: the way to the slowest engine.
         """
         encoded: dict[str, EncodedTensor | None] = {}
-        chunked: dict[str, list[FoundChunk]] = {}
-        with self._lock, torch.no_grad():
-            if self._of is not base:
-                self._words.clear()
-                self._of = base
+        with torch.no_grad():
             for item in base.layout.tensors:
-                found = self._found(item, base, tensors[item.name])
-                if found is None:
-                    self._words.pop(item.name, None)
+                if item.name not in now.tensors:
                     continue
-                chunked[item.name] = found
-                encoded[item.name] = _placed(item, base, arena, found, link)
-        return Change(base=base, encoded=encoded, found=chunked)
-
-    def commit(self, change: Change, new: Capture) -> None:
-        """Make ``new``, which ``change`` leads to, the base; other bases are read from the host."""
-        with self._lock, torch.no_grad():
-            if self._of is not change.base:
-                return
-            self._of = new
-            for name in self._words.keys() - change.found.keys():
-                del self._words[name]
-            for name in self._words.keys() & change.found.keys():
-                for chunk in change.found[name]:
-                    self._words[name][chunk.part].index_copy_(0, chunk.at, chunk.new)
+                old = None if before is None else before.tensors.get(item.name)
+                found = self._found(item, base, old, now.tensors[item.name])
+                if found is not None:
+                    encoded[item.name] = _placed(item, base, arena, found, link)
+        return Change(base=base, encoded=encoded)
 
     def _found(
-        self, item: PlacedTensor, base: Capture, tensor: torch.Tensor
+        self, item: PlacedTensor, base: Capture, old: torch.Tensor | None, new: torch.Tensor
     ) -> list[FoundChunk] | None:
-        loops = self._pick(tensor.device.type) if self._has_room and item.num_bytes else None
+        loops = self._pick(new.device.type) if self._has_room and item.num_bytes else None
         if loops is None:
             return None
         try:
-            return self._compared(item, base, tensor, loops)
+            return _compared(item, base, old, new, loops)
         except torch.cuda.OutOfMemoryError:
-            log.warning(
-                "no room on %s for a copy of the weights: from now on all of them cross to the "
-                "host for every version",
-                tensor.device,
-            )
-            self._has_room = False
-            self._words.clear()
+            self._give_up()
             return None
 
-    def _compared(
-        self, item: PlacedTensor, base: Capture, tensor: torch.Tensor, loops: DeviceLoops
-    ) -> list[FoundChunk] | None:
-        kind = kind_of(item.dtype)
-        new = words_of(tensor.detach().to(WORD_DTYPES[item.dtype]).contiguous(), kind)
-        old = self._words.get(item.name)
-        if old is None or old.device != new.device:
-            whole = torch.frombuffer(base.arena.data, dtype=torch.uint8)
-            raw = whole[item.offset : item.offset + item.num_bytes]
-            old = self._words[item.name] = raw.to(new.device, copy=True).view(new.dtype)
-        return find_on_device(old, new, kind, loops)
+    def _give_up(self) -> None:
+        log.warning(
+            "no room on the device for copies of the weights: from now on all of them cross to "
+            "the host for every version"
+        )
+        self._has_room = False
+        self._ring.forget()
+
+
+def _compared(
+    item: PlacedTensor,
+    base: Capture,
+    old: torch.Tensor | None,
+    new: torch.Tensor,
+    loops: DeviceLoops,
+) -> list[FoundChunk] | None:
+    kind = kind_of(item.dtype)
+    now = words_of(new, kind)
+    if old is None or old.device != new.device:
+        whole = torch.frombuffer(base.arena.data, dtype=torch.uint8)
+        raw = whole[item.offset : item.offset + item.num_bytes]
+        return find_on_device(raw.to(now.device).view(now.dtype), now, kind, loops)
+    return find_on_device(words_of(old, kind), now, kind, loops)
 
 
 def _placed(

@@ -45,6 +45,12 @@ class _Entry:
         self.held = held
         self.cancels: dict[object, Callable[[], None]] = {}
         """How to cut each reader that is inside."""
+        self.before: list[_Entry] = []
+        """The same bytes in other memory, where readers may still be inside."""
+
+    def inside(self) -> list[Callable[[], None]]:
+        """Return how to cut each reader, of the memory before too."""
+        return [cut for entry in (self, *self.before) for cut in entry.cancels.values()]
 
 
 class ObjectShelf:
@@ -52,6 +58,7 @@ class ObjectShelf:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._inside = 0
         self._changed = threading.Condition()
 
     def put(self, object_id: str, parts: Sequence[memoryview]) -> None:
@@ -75,6 +82,7 @@ class ObjectShelf:
             entry = self._entries.get(object_id)
             if entry is not None:
                 entry.cancels[reader] = cancel
+                self._inside += 1
         if entry is None:
             yield None
             return
@@ -83,13 +91,16 @@ class ObjectShelf:
         finally:
             with self._changed:
                 del entry.cancels[reader]
+                self._inside -= 1
                 self._changed.notify_all()
 
     @property
     def num_readers(self) -> int:
-        """How many readers are inside any object."""
-        with self._changed:
-            return sum(len(entry.cancels) for entry in self._entries.values())
+        """How many readers are inside any object, also one that is being withdrawn.
+
+        Asked many times in a fetch, of a shelf that may hold thousands of chunks: never counted.
+        """
+        return self._inside
 
     def withdraw(self, object_id: str, *, patience_s: float) -> None:
         """Take an object away and return when no reader is inside; idempotent.
@@ -104,18 +115,47 @@ class ObjectShelf:
             entry = self._entries.pop(object_id, None)
             if entry is None:
                 return
-            if self._changed.wait_for(lambda: not entry.cancels, patience_s):
+        if not self._empties(entry, patience_s):
+            with self._changed:
+                self._entries.setdefault(object_id, entry)
+            raise _stays(object_id, patience_s)
+
+    def replace(self, object_id: str, parts: Sequence[memoryview], *, patience_s: float) -> None:
+        """Serve the same bytes from other memory; return when no reader is inside the old one.
+
+        Raises:
+            StagingError: a reader is inside even after it was cut; ask again.
+        """
+        with self._changed:
+            old = self._entries.get(object_id)
+            if old is None:
                 return
-            cancels = list(entry.cancels.values())
+            new = self._entries[object_id] = _Entry(HeldObject(object_id, parts))
+            new.before = [old, *old.before]
+        moved = _Entry(old.held)
+        moved.before = new.before
+        if not self._empties(moved, patience_s):
+            raise _stays(object_id, patience_s)
+        with self._changed:
+            new.before = []
+
+    def _empties(self, entry: _Entry, patience_s: float) -> bool:
+        """Wait until nobody is inside; half way through, those who are are cut."""
+        with self._changed:
+            if self._changed.wait_for(lambda: not entry.inside(), patience_s):
+                return True
+            cancels = entry.inside()
         for cancel in cancels:
             cancel()
         with self._changed:
-            if not self._changed.wait_for(lambda: not entry.cancels, patience_s):
-                self._entries.setdefault(object_id, entry)
-                raise StagingError(
-                    f"object {object_id[:12]}: a reader did not leave in {2 * patience_s:g} s; "
-                    "its buffers stay in use, withdraw it again later"
-                )
+            return self._changed.wait_for(lambda: not entry.inside(), patience_s)
+
+
+def _stays(object_id: str, patience_s: float) -> StagingError:
+    return StagingError(
+        f"object {object_id[:12]}: a reader did not leave in {2 * patience_s:g} s; "
+        "its buffers stay in use, withdraw it again later"
+    )
 
 
 class ManifestShelf:

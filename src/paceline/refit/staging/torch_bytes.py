@@ -1,8 +1,11 @@
 """Torch tensors as plain bytes: the words of their dtypes, and views without a copy."""
 
+from collections.abc import Iterable
+
 import torch
 
-from paceline.refit.model import TensorBuffer
+from paceline.refit.model import CompletionFence, TensorBuffer
+from paceline.refit.staging.host import plain_block
 
 DTYPE_WORDS: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -43,3 +46,36 @@ def byte_view(name: str, tensor: torch.Tensor) -> TensorBuffer:
         shape=tuple(tensor.shape),
         data=raw.numpy().data,
     )
+
+
+def host_block(num_bytes: int) -> memoryview:
+    """Return memory that a GPU copies into by itself, where there is one; plain memory elsewhere.
+
+    Pages that stay where they are: without that a copy to the host is made in pieces, and the
+    thread that asked for it stands.
+    """
+    if not torch.cuda.is_available():
+        return plain_block(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
+def copies_made(devices: Iterable[torch.device]) -> CompletionFence:
+    """Return what waits for the copies that were asked of these devices up to now.
+
+    Copies are put into the stream that training uses, so whatever training does next comes after
+    them there, and nobody waits here.
+    """
+    marks = []
+    for device in set(devices):
+        if device.type == "cuda":
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(device))
+            marks.append(mark)
+        elif device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+
+    def wait() -> None:
+        for mark in marks:
+            mark.synchronize()
+
+    return CompletionFence(wait)

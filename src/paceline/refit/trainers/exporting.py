@@ -4,53 +4,58 @@ Every adapter of torch tensors stands on this; what differs between them is wher
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paceline.refit.model import Region
-from paceline.refit.staging.shard import ShardLayout, plan_layout
-from paceline.refit.staging.torch_bytes import DTYPE_WORDS, WORD_DTYPES
+from paceline.refit.digest import content_digest
+from paceline.refit.model import TensorEntry
+from paceline.refit.staging.shard import PlacedTensor, ShardLayout, plan_layout
+from paceline.refit.staging.torch_bytes import DTYPE_WORDS, WORD_DTYPES, byte_view
+from paceline.refit.trainers.dtypes import DtypePolicy, Sent, WireDtypes
 from paceline.refit.trainers.protocol import Collected, Quantise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Exported:
-    """What engines get: the bound tensors, or the codes and scales instead of them."""
+class Exported(Collected):
+    """What engines get: what was collected, or the codes and scales instead of it."""
 
-    tensors: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    as_they_are: set[str]
+    as_they_are: set[str] = field(default_factory=set)
     """Codes and scales, which are never cast."""
-    regions: dict[str, Region]
+
+    @property
+    def at_hand(self) -> dict[str, torch.Tensor]:
+        """Those whose content need not be made."""
+        return {name: item for name, item in self.tensors.items() if name not in self.made}
 
 
 class Exporter:
     """Turns bound tensors into named tensors of wire dtypes; writes none of them."""
 
-    def __init__(
-        self, *, source_slot_id: str, wire_dtypes: Mapping[str, str], quantise: Quantise | None
-    ) -> None:
+    def __init__(self, *, wire_dtypes: WireDtypes, quantise: Quantise | None) -> None:
         """Take the policy. Raises ValueError for a wire dtype that no float can be rounded to."""
-        self._slot = source_slot_id
-        self._wire_dtypes = _checked(wire_dtypes)
+        self._dtypes = DtypePolicy.of(wire_dtypes)
         self._quantise = quantise
 
     @property
     def keeps_bits(self) -> bool:
         """Whether everything is sent as it lies in memory."""
-        return not self._wire_dtypes and self._quantise is None
+        return self._dtypes.keeps_bits and self._quantise is None
 
     def export(self, collected: Collected) -> Exported:
         """Return what engines get of the tensors as they are now. Raises ValueError."""
         tensors, aliases = collected.tensors, collected.aliases
         exported = Exported(
-            tensors={}, aliases=aliases, as_they_are=set(), regions=collected.regions
+            tensors={},
+            aliases=aliases,
+            regions=collected.regions,
+            made=dict(collected.made),
+            buffers=collected.buffers,
+            lora=collected.lora,
         )
         for name, tensor in tensors.items():
-            codes = None if self._quantise is None else self._quantise(name, tensor)
+            codes = self._codes(name, collected)
             if codes is not None and name in exported.regions:
                 raise ValueError(
                     f"tensor {name!r} is split over processes and cannot be quantised in parts; "
@@ -65,29 +70,67 @@ class Exporter:
                 if part in exported.tensors or (part != name and part in tensors):
                     raise ValueError(f"quantising {name!r} gives {part!r}, which is there already")
                 exported.tensors[part] = item
-            exported.as_they_are.update(codes or ())
+            if codes is not None:
+                exported.as_they_are.update(codes)
+                exported.made.pop(name, None)
         return exported
 
-    def plan(self, exported: Exported) -> ShardLayout:
+    def _codes(self, name: str, collected: Collected) -> Mapping[str, torch.Tensor] | None:
+        """Return what engines serve instead of a tensor; one that is made is made for it."""
+        if self._quantise is None:
+            return None
+        found = self._quantise(name, collected.tensors[name])
+        if found is None or name not in collected.made:
+            return found
+        return self._quantise(name, collected.read(name))
+
+    def plan(self, exported: Exported, *, source_slot_id: str) -> ShardLayout:
         """Return where each tensor goes. Raises ValueError for one without a wire form."""
         return plan_layout(
             (
-                (name, self._word(name, item, exported), tuple(item.shape))
-                for name, item in exported.tensors.items()
+                (row.name, row.sent, tuple(exported.tensors[row.name].shape))
+                for row in self.report(exported)
             ),
             aliases=exported.aliases,
-            source_slot_id=self._slot,
+            source_slot_id=source_slot_id,
             regions=exported.regions,
+            lora=exported.lora,
         )
 
-    def _word(self, name: str, tensor: torch.Tensor, exported: Exported) -> str:
-        if tensor.dtype.is_floating_point and name not in exported.as_they_are:
-            for pattern, word in self._wire_dtypes.items():
-                if fnmatchcase(name, pattern):
-                    return word
+    def report(self, exported: Exported) -> tuple[Sent, ...]:
+        """Return how every tensor travels. Raises ValueError for one without a wire form."""
+        return tuple(
+            self._sent(name, tensor, exported) for name, tensor in exported.tensors.items()
+        )
+
+    def _sent(self, name: str, tensor: torch.Tensor, exported: Exported) -> Sent:
         if tensor.dtype not in DTYPE_WORDS:
             raise ValueError(f"tensor {name!r} is {tensor.dtype}, which has no wire dtype")
-        return DTYPE_WORDS[tensor.dtype]
+        held = DTYPE_WORDS[tensor.dtype]
+        sent, decided_by = held, "quantised"
+        if name not in exported.as_they_are:
+            is_buffer = name in exported.buffers
+            sent, decided_by = self._dtypes.decide(name, held=held, is_buffer=is_buffer)
+        return Sent(
+            name=name,
+            held=held,
+            sent=sent,
+            decided_by=decided_by,
+            num_elements=tensor.numel(),
+        )
+
+
+def wire_entry(item: PlacedTensor, tensor: torch.Tensor) -> TensorEntry:
+    """Return what a tensor is in a version, from a copy in its wire dtype."""
+    there = tensor.to(device="cpu", dtype=WORD_DTYPES[item.dtype]).contiguous()
+    return TensorEntry(
+        name=item.name,
+        dtype=item.dtype,
+        shape=item.shape,
+        digest=content_digest(byte_view(item.name, there).data),
+        num_bytes=item.num_bytes,
+        region=item.region,
+    )
 
 
 def collect_plain(source: Any) -> Collected:
@@ -113,14 +156,11 @@ def collect_plain(source: Any) -> Collected:
         else:
             seen[where] = name
             tensors[name] = item
-    return Collected(tensors=tensors, aliases=aliases)
+    return Collected(tensors=tensors, aliases=aliases, buffers=buffer_names(source))
 
 
-def _checked(wire_dtypes: Mapping[str, str]) -> dict[str, str]:
-    for pattern, word in wire_dtypes.items():
-        if word not in WORD_DTYPES or not WORD_DTYPES[word].is_floating_point:
-            floats = sorted(
-                known for known, dtype in WORD_DTYPES.items() if dtype.is_floating_point
-            )
-            raise ValueError(f"wire dtype {word!r} of {pattern!r}: one of {', '.join(floats)}")
-    return dict(wire_dtypes)
+def buffer_names(source: Any) -> frozenset[str]:
+    """Return the names of a module's buffers; a mapping does not tell."""
+    if not isinstance(source, torch.nn.Module):
+        return frozenset()
+    return frozenset(name for name, _ in source.named_buffers(remove_duplicate=False))

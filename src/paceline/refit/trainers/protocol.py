@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from paceline.refit.manifest.v1 import Lora
 from paceline.refit.model import (
     Region,
     StagedWeightVersionShardData,
@@ -32,6 +33,18 @@ class Collected:
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of these tensors -> the canonical one."""
     regions: dict[str, Region] = field(default_factory=dict)
+    made: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """Makes the content of these tensors when it is asked for; what stands under ``tensors`` has
+    its dtype and shape."""
+    buffers: frozenset[str] = frozenset()
+    """Names of what is no parameter, as far as that is known."""
+    lora: Lora | None = None
+    """The tensors are those of a LoRA."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return what a tensor holds now."""
+        make = self.made.get(name)
+        return self.tensors[name] if make is None else make()
 
 
 class NixlMetadataProvider(Protocol):
@@ -121,6 +134,75 @@ class WeightVersionShardManifestPublisher(Protocol):
 
     def release_manifest(self, *, version_id: str, source_slot_id: str) -> None:
         """Stop serving it; idempotent."""
+        ...
+
+
+@runtime_checkable
+class SupportsCapture(Protocol):
+    """A trainer adapter whose staging has a short part and a long one.
+
+    ``capture`` belongs to the training thread and costs a copy of the weights at most; when it has
+    returned the optimizer may step. The other methods belong to one other thread at a time, and
+    come in the order of the captures. ``stage_shard`` is both parts, one after the other.
+    """
+
+    def prepare(self) -> None:
+        """Get ready whatever the next capture would otherwise have to wait for."""
+        ...
+
+    def capture(
+        self, *, staging_mode: TrainerStagingMode, payload_format: WeightPayloadFormat
+    ) -> object:
+        """Keep the weights as they are now.
+
+        Args:
+            staging_mode: where.
+            payload_format: what is wanted of them; XOR_DELTA also before the first commit.
+
+        Raises:
+            ValueError: not supported.
+            NoFreeArenaError: the memory for it is in use.
+            StagingError: their layout moved.
+        """
+        ...
+
+    def stage_captured(
+        self, captured: Any, *, payload_format: WeightPayloadFormat
+    ) -> StagedWeightVersionShardData:
+        """Make a shard of a capture, which is used up by that, also when it fails.
+
+        Raises:
+            ValueError: a delta before the first commit.
+            StagingError: the bytes did not stand still.
+        """
+        ...
+
+    def drop_captured(self, captured: Any) -> None:
+        """Give a capture back that is not to be staged."""
+        ...
+
+
+@runtime_checkable
+class SupportsCopyOut(Protocol):
+    """A trainer adapter that can copy what it serves in place when the optimizer cannot wait."""
+
+    def copy_out(
+        self,
+        staged: StagedWeightVersionShardData,
+        replace: Callable[[str, Sequence[memoryview]], None],
+    ) -> None:
+        """Copy the bytes of a shard that is served in place, and let the weights move.
+
+        Does nothing for a shard with memory of its own; may be called again after a failure.
+
+        Args:
+            staged: which.
+            replace: has an object served from the copy; returns when nobody reads live weights.
+
+        Raises:
+            NoFreeArenaError: there is no memory for the copy.
+            PublishError: what ``replace`` raises; the weights must not move.
+        """
         ...
 
 

@@ -5,10 +5,11 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 ``wire_dtypes`` asks for it, and integers never are.
 """
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,28 +26,51 @@ from paceline.refit.model import (
     TrainerStagingMode,
     WeightPayloadFormat,
 )
-from paceline.refit.staging.checkpoint import checkpoint_shard
+from paceline.refit.staging.capturing import (
+    buffers_of,
+    check_narrowed,
+    copied_objects,
+    copy_into,
+    described,
+)
+from paceline.refit.staging.checkpoint import checkpoint_of, checkpoint_shard
+from paceline.refit.staging.device_arena import DeviceArena
 from paceline.refit.staging.host import Arena, ArenaRing
 from paceline.refit.staging.in_place import InPlaceGuard
-from paceline.refit.staging.shadow import Change, DeviceShadow
+from paceline.refit.staging.shadow import DeviceShadow
 from paceline.refit.staging.shard import (
     Capture,
-    PlacedTensor,
     ShardLayout,
     StagedBuffers,
     delta_shard,
-    describe_capture,
     full_shard,
     full_shard_in_place,
 )
-from paceline.refit.staging.torch_bytes import (
-    WORD_DTYPES,
-    byte_view,
-    is_host_block,
-)
+from paceline.refit.staging.torch_bytes import byte_view, copies_made, host_block, is_host_block
+from paceline.refit.trainers.dtypes import Sent, WireDtypes, summarise
 from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
 from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
 from paceline.refit.transports.protocol import ObjectServer
+
+log = logging.getLogger(__name__)
+
+DELTA, CHECKPOINT = WeightPayloadFormat.XOR_DELTA, WeightPayloadFormat.FULL_HF_CHECKPOINT
+IN_PLACE, ON_DEVICE = TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_DEVICE
+
+
+@dataclass(slots=True, eq=False)
+class TorchCapture:
+    """Weights that stand still, and are not hashed yet."""
+
+    mode: TrainerStagingMode
+    layout: ShardLayout
+    arena: Arena | None
+    """Where they are in host memory, or are going to be; None in place."""
+    device: DeviceArena | None = None
+    """Those that were copied where they live, and are not in the arena yet."""
+    is_base: bool = False
+    """The copies on the device are for the next delta to be compared with."""
+    made: CompletionFence = field(default_factory=lambda: CompletionFence(lambda: None))
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +82,17 @@ class _Staged:
     arena: Arena | None
     """Held by this shard: for a delta until its commit, for a full one until its release."""
     is_delta: bool
-    change: Change | None = None
-    """What was found on a device, for a delta."""
+    device: DeviceArena | None = None
+    """Its weights on the device, until the commit."""
+    is_live: bool = False
+    """Live weights are served."""
 
 
 class TorchModuleTrainer(TrainerEngineAdapter):
-    """Signs TrainerEngineAdapter, SupportsChain and SupportsAnchors.
+    """Signs TrainerEngineAdapter and every ability of trainers in ``protocol.py``.
 
-    ``stage_shard`` runs in the training thread, after the optimizer step; the other methods may
-    be called from any thread.
+    ``stage_shard`` and ``capture`` run in the training thread, after the optimizer step; the other
+    methods may be called from any thread.
     """
 
     def __init__(  # noqa: PLR0913 - options of their own, all but one with defaults
@@ -75,13 +101,14 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         clock: Clock,
         rank: int = 0,
         transport: str = "http",
-        wire_dtypes: Mapping[str, str] | None = None,
+        wire_dtypes: WireDtypes = None,
         arenas: int = 4,
         arena_wait_s: float = 0.0,
         quantise: Quantise | None = None,
         link: Link = LOCAL,
         storage: ObjectServer | None = None,
         device_loops: PickLoops = loops_on,
+        device_copies: int = 2,
     ) -> None:
         """Set up; tensors come with ``bind_tensors``.
 
@@ -90,7 +117,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             rank: global rank of this process, part of the slot's name.
             transport: name of the transport that will serve the bytes.
             wire_dtypes: glob over tensor names -> dtype word that floating-point tensors are
-                rounded to (nearest, ties to even); the first match counts.
+                rounded to (nearest, ties to even), the first match counts; or a whole policy.
             arenas: copies of the weights in host memory: the base, the one being captured, the
                 newest anchor, and one for readers that are slow.
             arena_wait_s: how long staging waits for a free arena before it refuses.
@@ -99,22 +126,26 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             link: the way to the slowest engine; on a slow one deltas are made smaller.
             storage: where WRITE_TO_STORAGE uploads to; stays the caller's.
             device_loops: what finds deltas where the tensors live, by type of device. That takes
-                room for a second copy of the weights there; ``lambda kind: None`` does without,
+                room for ``device_copies`` of the weights there; ``lambda kind: None`` does without,
                 and all weights cross to the host for every version.
+            device_copies: copies of the weights on a device: the base, and one that is compared.
         """
         self._storage = storage
         self._slot = f"publisher:global-rank:{rank}"
         self._transport = transport
-        self._exporter = Exporter(
-            source_slot_id=self._slot, wire_dtypes=wire_dtypes or {}, quantise=quantise
-        )
+        self._exporter = Exporter(wire_dtypes=wire_dtypes, quantise=quantise)
         self._link = link
-        self._ring = ArenaRing(capacity=arenas, clock=clock, wait_s=arena_wait_s)
-        self._shadow = DeviceShadow(pick=device_loops)
+        self._ring = ArenaRing(
+            capacity=arenas, clock=clock, wait_s=arena_wait_s, allocate=host_block
+        )
+        self._shadow = DeviceShadow(clock=clock, pick=device_loops, copies=device_copies)
         self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
         self._bound: Any = None
+        self._sent: tuple[Sent, ...] = ()
+        self._narrowed: frozenset[str] = frozenset()
         self._layout: ShardLayout | None = None
         self._base: Capture | None = None
+        self._base_on_device: DeviceArena | None = None
         self._staged: dict[StagedBuffers, _Staged] = {}
         self._lock = threading.Lock()
 
@@ -124,13 +155,18 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._slot
 
     @property
+    def sent(self) -> tuple[Sent, ...]:
+        """How every bound tensor travels: what is rounded to what, and which rule says so."""
+        return self._sent
+
+    @property
     def supported_staging_modes(self) -> frozenset[TrainerStagingMode]:
-        """COPY_TO_HOST; IN_PLACE, unless something is to be cast; WRITE_TO_STORAGE with one."""
-        modes = {TrainerStagingMode.COPY_TO_HOST}
+        """Both copies; IN_PLACE, unless something is to be cast; WRITE_TO_STORAGE with one."""
+        modes = {TrainerStagingMode.COPY_TO_HOST, ON_DEVICE}
         if self._storage is not None:
             modes.add(TrainerStagingMode.WRITE_TO_STORAGE)
         if self._exporter.keeps_bits:
-            modes.add(TrainerStagingMode.IN_PLACE)
+            modes.add(IN_PLACE)
         return frozenset(modes)
 
     @property
@@ -146,7 +182,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         if self._layout is not None:
             raise ValueError("tensors are bound already; make one trainer adapter per module")
-        self._layout = self._exporter.plan(self._exporter.export(self._collect(tensors)))
+        exported = self._exporter.export(self._collect(tensors))
+        self._layout = self._exporter.plan(exported, source_slot_id=self._slot)
+        self._sent = self._exporter.report(exported)
+        self._narrowed = frozenset(row.name for row in self._sent if row.is_narrowed)
+        log.info("on the wire: %s", summarise(self._sent))
         self._bound = tensors
         return self._slot
 
@@ -157,46 +197,105 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         staging_mode: TrainerStagingMode,
         payload_format: WeightPayloadFormat,
     ) -> StagedWeightVersionShardData:
-        """Capture the weights as they are now.
+        """Capture the weights as they are now, and make a shard of them.
 
         Args:
             tensors: what was bound, or None.
-            staging_mode: COPY_TO_HOST; IN_PLACE (full payloads only); or WRITE_TO_STORAGE, which
-                uploads in the background until the fence: training goes on meanwhile.
+            staging_mode: COPY_TO_HOST; COPY_TO_DEVICE, where the copy is made on the device first;
+                WRITE_TO_STORAGE, which uploads in the background until the fence; or IN_PLACE.
             payload_format: FULL_TENSOR or FULL_HF_CHECKPOINT, or XOR_DELTA once a version was
-                committed.
+                committed, and not in place.
 
         Raises:
             ValueError: not supported, or a delta before the first commit.
             StagingError: no free arena, weights served in place, or their layout moved.
         """
-        self._check(tensors, staging_mode, payload_format)
+        if tensors is not None and tensors is not self._bound:
+            raise ValueError("these are not the tensors that were bound")
+        if payload_format is DELTA and self._layout is not None and staging_mode is not IN_PLACE:
+            self._require_base()
+        captured = self.capture(staging_mode=staging_mode, payload_format=payload_format)
+        return self.stage_captured(captured, payload_format=payload_format)
+
+    def prepare(self) -> None:
+        """Have memory ready for the next capture."""
+        if self._layout is not None:
+            self._ring.prepare(self._layout.num_bytes)
+
+    def capture(
+        self, *, staging_mode: TrainerStagingMode, payload_format: WeightPayloadFormat
+    ) -> TorchCapture:
+        """Keep the weights as they are now; costs a copy of them at most.
+
+        Raises:
+            ValueError: not supported.
+            NoFreeArenaError: no arena is free, or weights are served in place.
+            StagingError: their layout moved, or a device has no room.
+        """
+        self._check(staging_mode, payload_format)
         exported = self._exporter.export(self._collect(self._bound))
         layout = self._check_layout(exported)
-        if staging_mode is TrainerStagingMode.IN_PLACE:
-            return self._stage_in_place(layout)
-        is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
+        if staging_mode is IN_PLACE:
+            self._guard.hold()
+            return TorchCapture(mode=staging_mode, layout=layout, arena=None)
         arena = self._ring.take(layout.num_bytes)
+        device = None
         try:
-            base = self._base if is_delta else None
-            change = None
-            if base is not None:
-                change = self._shadow.find(base, arena, exported.tensors, link=self._link)
-            capture = _capture(arena, layout, exported, change)
-            if base is not None and change is not None:
-                buffers = delta_shard(base, capture, link=self._link, encoded_before=change.encoded)
-            elif payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT:
-                buffers = checkpoint_shard(capture)
-            else:
-                buffers = full_shard(capture)
+            if staging_mode is ON_DEVICE:
+                device = self._shadow.capture(layout, exported.at_hand)
+            elif payload_format is DELTA:
+                device = self._shadow.capture_comparable(layout, exported.at_hand)
+            kept = {} if device is None else device.tensors
+            copy_into(arena, layout, exported, without=kept.keys())
+            devices = {item.device for item in exported.tensors.values()}
+            made = copies_made(devices)
         except BaseException:
+            self._shadow.drop(device)
             self._ring.drop(arena)
             raise
-        record = _Staged(capture=capture, arena=arena, is_delta=is_delta, change=change)
+        is_base = payload_format is DELTA
+        return TorchCapture(staging_mode, layout, arena, device, is_base, made)
+
+    def stage_captured(
+        self, captured: TorchCapture, *, payload_format: WeightPayloadFormat
+    ) -> StagedWeightVersionShardData:
+        """Hash a capture, encode it if it is to be a delta, and describe it.
+
+        Raises:
+            ValueError: a delta before the first commit.
+            StagingError: weights that are served in place moved.
+        """
+        try:
+            if captured.arena is None:
+                return self._stage_in_place(captured.layout, payload_format)
+            captured.made.wait()
+            buffers, capture = self._buffers(captured, captured.arena, payload_format)
+        except BaseException:
+            self.drop_captured(captured)
+            raise
+        if not captured.is_base:
+            self._shadow.drop(captured.device)
+            captured.device = None
+        record = _Staged(
+            capture=capture,
+            arena=captured.arena,
+            is_delta=payload_format is DELTA,
+            device=captured.device,
+        )
         fence = CompletionFence(lambda: None)
-        if staging_mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
+        if captured.mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
             fence = _upload(self._storage, buffers)
         return self._remember(buffers, record, fence)
+
+    def drop_captured(self, captured: TorchCapture) -> None:
+        """Give a capture back that is not to be staged; idempotent."""
+        if captured.mode is IN_PLACE:
+            self._guard.release()
+        captured.made.wait()
+        if captured.arena is not None:
+            self._ring.drop(captured.arena)
+        self._shadow.drop(captured.device)
+        captured.arena = captured.device = None
 
     def stage_committed(self) -> StagedWeightVersionShardData:
         """Stage the last committed weights as a full version, without copying them again.
@@ -224,9 +323,8 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             if self._base is not None:
                 self._ring.drop(self._base.arena)
             self._base = record.capture
-            if record.change is not None:
-                self._shadow.commit(record.change, record.capture)
-                record.change = None
+            self._shadow.drop(self._base_on_device)
+            self._base_on_device, record.device = record.device, None
             if record.is_delta:
                 self._drop(record)
 
@@ -240,10 +338,37 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             record = self._record(staged)
             if record is None:
                 return
-            del self._staged[_buffers_of(staged)]
-            if record.capture is None:
+            del self._staged[buffers_of(staged)]
+            if record.is_live:
                 self._guard.release()
             self._drop(record)
+
+    def copy_out(
+        self,
+        staged: StagedWeightVersionShardData,
+        replace: Callable[[str, Sequence[memoryview]], None],
+    ) -> None:
+        """Copy what is served in place into an arena, have that served, and let weights move.
+
+        Raises:
+            NoFreeArenaError: there is no free arena.
+            StagingError: the weights moved before they were copied.
+            PublishError: it cannot be served from there; the weights must not move.
+        """
+        with self._lock:
+            record = self._record(staged)
+        if record is None or not record.is_live:
+            return
+        buffers = buffers_of(staged)
+        if record.arena is None:
+            record.arena = self._ring.take(buffers.payload_bytes)
+        copies = copied_objects(record.arena, buffers)
+        self._guard.verify(by_digest=False)
+        for object_id, parts in copies.items():
+            replace(object_id, parts)
+        with self._lock:
+            record.is_live = False
+            self._guard.release()
 
     def before_step(self) -> None:
         """Call before every optimizer step when staging in place.
@@ -253,31 +378,48 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """
         self._guard.before_step()
 
-    def _check(
-        self, tensors: Any, mode: TrainerStagingMode, payload_format: WeightPayloadFormat
-    ) -> None:
+    def _check(self, mode: TrainerStagingMode, payload_format: WeightPayloadFormat) -> None:
         if self._layout is None:
             raise ValueError("bind_tensors was not called")
-        if tensors is not None and tensors is not self._bound:
-            raise ValueError("these are not the tensors that were bound")
         if mode not in self.supported_staging_modes:
             raise ValueError(f"staging mode {mode.value} is not supported with these options")
         if payload_format not in self.supported_payload_formats:
             raise ValueError(f"payload format {payload_format.value} is not supported")
-        is_delta = payload_format is WeightPayloadFormat.XOR_DELTA
-        if mode is TrainerStagingMode.IN_PLACE and is_delta:
+        if mode is IN_PLACE and payload_format is DELTA:
             raise ValueError("a delta needs a copy of its base: stage with COPY_TO_HOST")
-        if (
-            mode is TrainerStagingMode.IN_PLACE
-            and payload_format is WeightPayloadFormat.FULL_HF_CHECKPOINT
-        ):
-            raise ValueError("a checkpoint is written to a bucket: stage with WRITE_TO_STORAGE")
-        if is_delta and self._base is None:
+
+    def _require_base(self) -> Capture:
+        if self._base is None:
             raise ValueError("no version was committed yet: the first one must be FULL_TENSOR")
+        return self._base
+
+    def _buffers(
+        self, captured: TorchCapture, arena: Arena, payload_format: WeightPayloadFormat
+    ) -> tuple[StagedBuffers, Capture]:
+        """Bring what is on a device to the host, describe all of it, and make objects of it."""
+        base = self._require_base() if payload_format is DELTA else None
+        device, change = captured.device, None
+        if device is not None:
+            if base is not None:
+                before = self._base_on_device
+                change = self._shadow.find(base, before, device, arena, link=self._link)
+            there = () if change is None else change.encoded.keys()
+            copy_into(arena, captured.layout, device, without=there)
+            copies_made({item.device for item in device.tensors.values()}).wait()
+        check_narrowed(arena, captured.layout, self._narrowed)
+        capture = described(arena, captured.layout, change)
+        if base is not None:
+            found = {} if change is None else change.encoded
+            buffers = delta_shard(base, capture, link=self._link, encoded_before=found)
+        elif payload_format is CHECKPOINT:
+            buffers = checkpoint_shard(capture)
+        else:
+            buffers = full_shard(capture)
+        return buffers, capture
 
     def _check_layout(self, exported: Exported) -> ShardLayout:
         assert self._layout is not None  # noqa: S101 - bound, or the check before has refused
-        if self._exporter.plan(exported) != self._layout:
+        if self._exporter.plan(exported, source_slot_id=self._slot) != self._layout:
             raise StagingError(
                 "names, shapes, dtypes or ties of the tensors changed since they were bound; "
                 "a run keeps its layout, start a new one"
@@ -288,11 +430,19 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         """Return what of the source this process publishes."""
         return collect_plain(source)
 
-    def _stage_in_place(self, layout: ShardLayout) -> StagedWeightVersionShardData:
-        buffers = self._guard.stage()
-        staged = full_shard_in_place(layout, buffers, self._guard.entries)
+    def _stage_in_place(
+        self, layout: ShardLayout, payload_format: WeightPayloadFormat
+    ) -> StagedWeightVersionShardData:
+        buffers, entries = self._guard.describe(), self._guard.entries
+        if payload_format is CHECKPOINT:
+            ordered = tuple(entries[item.name] for item in layout.tensors)
+            views = {name: item.data.toreadonly() for name, item in buffers.items()}
+            staged = checkpoint_of(layout, ordered, views)
+        else:
+            staged = full_shard_in_place(layout, buffers, entries)
         fence = CompletionFence(lambda: self._guard.verify(by_digest=True))
-        return self._remember(staged, _Staged(capture=None, arena=None, is_delta=False), fence)
+        record = _Staged(capture=None, arena=None, is_delta=False, is_live=True)
+        return self._remember(staged, record, fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
         return {
@@ -315,32 +465,13 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         )
 
     def _record(self, staged: StagedWeightVersionShardData) -> _Staged | None:
-        return self._staged.get(_buffers_of(staged))
+        return self._staged.get(buffers_of(staged))
 
     def _drop(self, record: _Staged) -> None:
+        self._shadow.drop(record.device)
         if record.arena is not None:
             self._ring.drop(record.arena)
-            record.arena = None
-
-
-def _capture(
-    arena: Arena, layout: ShardLayout, exported: Exported, change: Change | None
-) -> Capture:
-    """Copy what is not in the arena yet, and describe all of it."""
-    there = {} if change is None else change.encoded
-    _copy_into(arena, [item for item in layout.tensors if item.name not in there], exported)
-    base = () if change is None else change.base.entries
-    known = {entry.name: entry for entry in base if there.get(entry.name, entry) is None}
-    return describe_capture(layout, arena, known=known)
-
-
-def _copy_into(arena: Arena, placed: Sequence[PlacedTensor], exported: Exported) -> None:
-    whole = torch.frombuffer(arena.data, dtype=torch.uint8)
-    with torch.no_grad():
-        for item in placed:
-            raw = whole[item.offset : item.offset + item.num_bytes]
-            there = raw.view(WORD_DTYPES[item.dtype]).view(item.shape)
-            there.copy_(exported.tensors[item.name])
+        record.arena = record.device = None
 
 
 def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
@@ -367,9 +498,3 @@ def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
             "stage with COPY_TO_HOST"
         )
     return byte_view(name, tensor)
-
-
-def _buffers_of(staged: StagedWeightVersionShardData) -> StagedBuffers:
-    if not isinstance(staged.buffer_owner, StagedBuffers):
-        raise TypeError("this shard was staged by another adapter")
-    return staged.buffer_owner

@@ -48,6 +48,10 @@ class MemoryObjectServer:
         """Make an object readable, without copying it."""
         self._objects.put(object_id, parts)
 
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory; returns when nobody reads the old one."""
+        self._objects.replace(object_id, parts, patience_s=_PATIENCE_S)
+
     def withdraw_object(self, object_id: str) -> None:
         """Stop serving; returns when no reader is inside."""
         self._objects.withdraw(object_id, patience_s=_PATIENCE_S)

@@ -10,7 +10,8 @@ often as wanted: ``plan_read`` finds out where the bytes are and pins the caller
 ``ReadPlan.run`` moves them. Whoever needs several sources makes a plan for each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -48,7 +49,7 @@ class Terms:
     """Asked often; once it says yes the run ends soon, and writes nothing after it has ended."""
     on_part: Callable[[int], None] = _ignore
     """Told the index of each part whose bytes are all there, once, from any thread. What it was
-    told stays true if the run fails later. It must be quick and not raise."""
+    told stays true if the run fails later. It takes no longer than a hash, and does not raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,18 @@ class SupportsLoad(Protocol):
     @property
     def num_readers(self) -> int:
         """How many reads of objects are inside."""
+        ...
+
+
+@runtime_checkable
+class SupportsReplace(Protocol):
+    """A server that can go on serving an object from a copy of its bytes."""
+
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory; returns when nobody reads the old one.
+
+        Does nothing for an object that is not served. Raises StagingError if a reader stays.
+        """
         ...
 
 
@@ -249,6 +262,38 @@ class ObjectReader(Protocol):
     def close(self) -> None:
         """Give connections back; idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadSession:
+    """What one fetch reads with, plan after plan."""
+
+    reader: ObjectReader
+    window: memoryview
+    """Writable memory of this session alone, of any content: reads into it cost least."""
+
+
+@runtime_checkable
+class SupportsSessions(Protocol):
+    """A reader that does for a fetch what would otherwise be done for each of its plans."""
+
+    def session(self, *, window_bytes: int) -> AbstractContextManager[ReadSession]:
+        """Yield a session with a window of so many bytes; its plans are closed before it ends.
+
+        What it was told about a source's objects it may take to be so until it ends: whoever
+        reads in a session holds a lease.
+        """
+        ...
+
+
+@contextmanager
+def open_session(reader: ObjectReader, *, window_bytes: int) -> Iterator[ReadSession]:
+    """Yield the reader's own session, or the reader itself with plain memory."""
+    if isinstance(reader, SupportsSessions):
+        with reader.session(window_bytes=window_bytes) as found:
+            yield found
+    else:
+        yield ReadSession(reader=reader, window=memoryview(bytearray(window_bytes)))
 
 
 def read_parts(

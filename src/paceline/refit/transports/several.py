@@ -5,7 +5,8 @@ that a run between two clouds does not pay for NIXL's timeout with every window.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -19,10 +20,14 @@ from paceline.refit.transports.protocol import (
     ObjectServer,
     Part,
     ReadPlan,
+    ReadSession,
     SupportsCheckpoints,
     SupportsCommits,
+    SupportsReplace,
+    SupportsSessions,
     Terms,
     TransferRecord,
+    open_session,
     read_parts,
 )
 
@@ -66,6 +71,23 @@ class SeveralServers:
                 for before in self._servers[:index]:
                     before.withdraw_object(object_id)
                 raise
+
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory everywhere.
+
+        Raises:
+            PublishError: one of them has told readers where the old memory is.
+            StagingError: a reader does not leave the old memory.
+        """
+        for server in self._servers:
+            if not isinstance(server, SupportsReplace):
+                raise PublishError(
+                    f"readers over {server.transport} know where the weights lie: nothing can be "
+                    "served from elsewhere; let steps wait (in_place: wait)"
+                )
+        for server in self._servers:
+            if isinstance(server, SupportsReplace):
+                server.replace_object(object_id, parts)
 
     def withdraw_object(self, object_id: str) -> None:
         """Withdraw it everywhere; idempotent."""
@@ -167,6 +189,22 @@ class SeveralReaders:
         return join_addresses(
             reader.source_endpoint(single) for reader, single in self._known(address)
         )
+
+    @contextmanager
+    def session(self, *, window_bytes: int) -> Iterator[ReadSession]:
+        """Yield a session of the first reader that has its own; the others read as ever."""
+        readers = list(self._readers.values())
+        able = next((each for each in readers if isinstance(each, SupportsSessions)), readers[0])
+        with open_session(able, window_bytes=window_bytes) as inner:
+            found = SeveralReaders(
+                {
+                    scheme: inner.reader if each is able else each
+                    for scheme, each in self._readers.items()
+                },
+                clock=self._clock,
+            )
+            found._failed_at = self._failed_at
+            yield ReadSession(reader=found, window=inner.window)
 
     def close(self) -> None:
         """Close all; idempotent."""

@@ -63,12 +63,14 @@ class ListVersionsResponse(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[VersionRecord, _Mapping]]] = ...) -> None: ...
 
 class DescribeVersionRequest(_message.Message):
-    __slots__ = ("uid", "description")
+    __slots__ = ("uid", "description", "source_slot_id")
     UID_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SLOT_ID_FIELD_NUMBER: _ClassVar[int]
     uid: str
     description: VersionDescription
-    def __init__(self, uid: _Optional[str] = ..., description: _Optional[_Union[VersionDescription, _Mapping]] = ...) -> None: ...
+    source_slot_id: str
+    def __init__(self, uid: _Optional[str] = ..., description: _Optional[_Union[VersionDescription, _Mapping]] = ..., source_slot_id: _Optional[str] = ...) -> None: ...
 
 class DescribeVersionResponse(_message.Message):
     __slots__ = ("record",)

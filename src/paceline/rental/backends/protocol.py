@@ -1,6 +1,6 @@
 """What a backend signs: eight methods, and small protocols for what only some can do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -210,6 +210,19 @@ class SupportsSpot(Protocol):
 
         ``max_dph`` is the most that it may cost, and the bid where the provider takes bids.
         One that was taken back reads ``stopped`` or ``destroyed``, whichever it is.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsPorts(Protocol):
+    """A backend whose machines are behind somebody's address, with ports of that for theirs."""
+
+    def with_ports(self, ports: Sequence[int]) -> BackendAdapter:
+        """Return this backend such that what it creates has these TCP ports reached from outside.
+
+        ``status`` of a machine that runs says where each is. Which number the world dials is the
+        provider's choice, and changes when the machine is stopped and started.
         """
         ...
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.core.retry import RetryPolicy
-from paceline.rental.backends.protocol import BackendAdapter, SupportsSpot
+from paceline.rental.backends.protocol import BackendAdapter, SupportsPorts, SupportsSpot
 from paceline.rental.budget import Caps, affordable_s, assess, refuse_attempt
 from paceline.rental.drivers.ending import Ender
 from paceline.rental.drivers.looking import Looker
@@ -254,6 +254,8 @@ class Renter:
         self, request: RentRequest, offer: Offer, *, label: str, dph: float
     ) -> InstanceHandle:
         backend: BackendAdapter = self._parts.backend(offer.backend)
+        if request.ports and isinstance(backend, SupportsPorts):
+            backend = backend.with_ports(request.ports)
         if offer.is_spot and isinstance(backend, SupportsSpot):
             return backend.provision_spot(
                 offer.id,

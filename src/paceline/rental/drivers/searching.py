@@ -5,7 +5,7 @@ from dataclasses import replace
 from threading import Lock
 
 from paceline.core.errors import UsageError
-from paceline.rental.backends.protocol import BackendAdapter, SupportsSpot
+from paceline.rental.backends.protocol import BackendAdapter, SupportsPorts, SupportsSpot
 from paceline.rental.catalogue import parse_target
 from paceline.rental.drivers.parts import RentalParts
 from paceline.rental.errors import (
@@ -84,7 +84,10 @@ class Searcher:
             raise UsageError(f"role {request.role}: no backend is named; name at least one")
 
         def ask(name: str) -> BackendAnswer:
-            return self._ask(name, constraints, is_spot=request.is_spot, explain=explain)
+            backend = self._parts.backend(name)
+            if request.ports and isinstance(backend, SupportsPorts):
+                backend = backend.with_ports(request.ports)
+            return _answer(backend, name, constraints, is_spot=request.is_spot, explain=explain)
 
         now_s = self._parts.clock.time()
         memory = self._parts.memory
@@ -111,26 +114,24 @@ class Searcher:
         # what fits nothing is worth a second question: what would fit instead
         return plan if plan.attempts else self.plan(request, explain=True)
 
-    def _ask(
-        self, name: str, c: OfferConstraints, *, is_spot: bool, explain: bool
-    ) -> BackendAnswer:
-        backend = self._parts.backend(name)
-        if is_spot and not isinstance(backend, SupportsSpot):
-            no_spot = "rents nothing as spot; say spot: false to rent there"
-            return BackendAnswer(backend=name, refusal=no_spot, is_lasting=True)
-        refusal: str | None = None
-        offers: Sequence[Offer] = ()
-        try:
-            offers = _search(backend, c, is_spot=is_spot)
-        except BackendError as exc:
-            refusal = str(exc)
-            if not isinstance(exc, NoOffersError):
-                is_lasting = isinstance(exc, AuthError | BalanceError | RequestError)
-                return BackendAnswer(backend=name, refusal=refusal, is_lasting=is_lasting)
-        others = _others(backend, c, is_spot=is_spot) if explain else []
-        return BackendAnswer(
-            backend=name, offers=tuple(offers), refusal=refusal, others=tuple(others)
-        )
+
+def _answer(
+    backend: BackendAdapter, name: str, c: OfferConstraints, *, is_spot: bool, explain: bool
+) -> BackendAnswer:
+    if is_spot and not isinstance(backend, SupportsSpot):
+        no_spot = "rents nothing as spot; say spot: false to rent there"
+        return BackendAnswer(backend=name, refusal=no_spot, is_lasting=True)
+    refusal: str | None = None
+    offers: Sequence[Offer] = ()
+    try:
+        offers = _search(backend, c, is_spot=is_spot)
+    except BackendError as exc:
+        refusal = str(exc)
+        if not isinstance(exc, NoOffersError):
+            is_lasting = isinstance(exc, AuthError | BalanceError | RequestError)
+            return BackendAnswer(backend=name, refusal=refusal, is_lasting=is_lasting)
+    others = _others(backend, c, is_spot=is_spot) if explain else []
+    return BackendAnswer(backend=name, offers=tuple(offers), refusal=refusal, others=tuple(others))
 
 
 def _search(backend: BackendAdapter, c: OfferConstraints, *, is_spot: bool) -> Sequence[Offer]:

@@ -11,7 +11,9 @@ from paceline.rental.errors import InstanceNotFoundError, SshUnreachableError
 from paceline.rental.model import InstanceHandle, InstanceState, InstanceStatus
 from paceline.rental.remote.protocol import NetworkRemote, SshTarget
 
-_ENDPOINT = re.compile(r"ssh://([a-z_][a-z0-9_-]{0,31})@([0-9A-Za-z.:-]{1,255}):([0-9]{1,5})")
+_ENDPOINT = re.compile(
+    r"ssh://([a-z_][a-z0-9_-]{0,31})@(?:\[([0-9A-Fa-f:.%]{2,64})\]|([0-9A-Za-z.-]{1,255})):([0-9]{1,5})"
+)
 _KEEP_S = 120.0
 """How long an address is believed without asking again: providers limit how often one may ask,
 and an address moves only when a machine is stopped and started."""
@@ -118,8 +120,8 @@ def ssh_target(
         )
     return SshTarget(
         name=name,
-        host=found.group(2),
-        port=int(found.group(3)),
+        host=found.group(2) or found.group(3),
+        port=int(found.group(4)),
         user=found.group(1),
         known_hosts=known_hosts,
         identity=identity,

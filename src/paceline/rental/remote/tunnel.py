@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.address import join_address
 from paceline.core.clock import Clock
 from paceline.core.retry import RetryPolicy
 from paceline.rental.errors import BackendError, SshUnreachableError
@@ -38,7 +39,7 @@ def forward_words(plan: TunnelPlan) -> list[str]:
     """Return ssh's options for the forwards; one that cannot be made ends the connection."""
     words = ["-o", "ExitOnForwardFailure=yes"]
     for port, host in plan.to_here:
-        words += ["-R", f"127.0.0.1:{port}:{host}:{port}"]
+        words += ["-R", f"127.0.0.1:{port}:{join_address(host, port)}"]
     for port in plan.from_here:
         words += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}"]
     return words

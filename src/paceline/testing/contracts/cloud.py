@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.address import split_address
 from paceline.core.errors import DeadlineExceededError
 from paceline.rental.backends.protocol import (
     BackendAdapter,
@@ -21,6 +22,7 @@ from paceline.rental.backends.protocol import (
     SupportsCredentials,
     SupportsListing,
     SupportsLogs,
+    SupportsPorts,
     SupportsRelabel,
     SupportsSelfDestroy,
     SupportsSpot,
@@ -84,9 +86,14 @@ class CloudContract(ABC):
         """Return constraints that something meets."""
         return OfferConstraints(self.gpu_target, min_disk_gb=self.disk_gb)
 
-    def provision(self, offer_id: str | None = None, label: str | None = None) -> InstanceHandle:
+    def provision(
+        self,
+        offer_id: str | None = None,
+        label: str | None = None,
+        adapter: BackendAdapter | None = None,
+    ) -> InstanceHandle:
         """Rent the cheapest machine."""
-        return self.adapter.provision(
+        return (adapter or self.adapter).provision(
             offer_id or self.offer_id(),
             disk_gb=self.disk_gb,
             image=self.image,
@@ -369,6 +376,24 @@ class CloudContract(ABC):
         self.adapter.teardown(h)
         with pytest.raises(InstanceNotFoundError):
             self.adapter.stop(h)
+
+    def test_ports_that_were_asked_for_are_reached_from_outside(self) -> None:
+        """What was asked for is in the status of a machine that runs, and nothing that was not."""
+        if not isinstance(self.adapter, SupportsPorts):
+            pytest.skip("every port of a machine has its own number")
+        plain = self.provision(label="paceline-plain-1")
+        self.adapter.wait_running(plain)
+        assert dict(self.adapter.status(plain).ports) == {}
+        wider = self.adapter.with_ports((20_005, 20_006))
+        h = self.provision(label="paceline-wide-1", adapter=wider)
+        self.adapter.wait_running(h)
+        ports = self.adapter.status(h).ports
+        assert sorted(ports) == [20_005, 20_006]
+        assert len({*ports.values()}) == len(ports)
+        for place in ports.values():
+            host, port = split_address(place)
+            assert host
+            assert port > 0
 
     def test_a_changed_label_is_the_one_that_is_listed(self) -> None:
         """Listing by the new label finds the machine, by the old one it does not."""

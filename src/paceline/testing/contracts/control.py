@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from paceline.refit.control.protocol import ControlPlane
+from paceline.refit.digest import version_root
 from paceline.refit.errors import (
     AlreadyExistsError,
     InvalidRequestError,
@@ -609,6 +610,46 @@ class ControlPlaneContract(ABC):
             plane.describe_version(version.uid, replace(DESCRIPTION, parent_root="00"))
         self.ready(plane)
         assert plane.get_version(version.uid).description == DESCRIPTION
+
+    def test_several_slots_describe_a_version_together(self, plane: ControlPlane) -> None:
+        """Each says its own part, in any order and again; the last one's makes the whole."""
+        slots = ("a", "b")
+        version = plane.create_version(replace(FULL, expected_source_slots=slots))
+        parts = {
+            slot: replace(DESCRIPTION, root_digest=f"0{slot}", parent_root=f"1{slot}")
+            for slot in slots
+        }
+        parts["b"] = replace(parts["b"], payload_bytes=5)
+        for _ in range(2):
+            said = plane.describe_version(version.uid, parts["b"], source_slot_id="b")
+            assert said.description is None
+        with pytest.raises(PreconditionError):
+            later = replace(parts["a"], step=DESCRIPTION.step + 1)
+            plane.describe_version(version.uid, later, source_slot_id="a")
+        for _ in range(2):
+            plane.describe_version(version.uid, parts["a"], source_slot_id="a")
+        parents = {slot: part.parent_root or "" for slot, part in parts.items()}
+        assert plane.get_version(version.uid).description == replace(
+            DESCRIPTION,
+            root_digest=version_root({slot: part.root_digest for slot, part in parts.items()}),
+            parent_root=version_root(parents),
+            payload_bytes=DESCRIPTION.payload_bytes + 5,
+            full_bytes=2 * DESCRIPTION.full_bytes,
+            changed_elements=2 * DESCRIPTION.changed_elements,
+            total_elements=2 * DESCRIPTION.total_elements,
+        )
+        with pytest.raises(AlreadyExistsError):
+            plane.describe_version(version.uid, parts["a"], source_slot_id="b")
+
+    def test_a_version_has_a_parent_if_every_slot_has_one(self, plane: ControlPlane) -> None:
+        """A process that began anew has none: a full version goes on without, a delta does not."""
+        slots = ("a", "b")
+        base = plane.create_version(replace(FULL, expected_source_slots=slots))
+        parts = {"a": replace(DESCRIPTION, parent_root="0a"), "b": DESCRIPTION}
+        for slot, part in parts.items():
+            said = plane.describe_version(base.uid, part, source_slot_id=slot).description
+        assert said is not None
+        assert said.parent_root is None
 
     def test_workers_are_listed_by_model(self, plane: ControlPlane) -> None:
         """Only the living of the model asked for."""

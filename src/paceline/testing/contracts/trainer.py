@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.refit.apply import prove_live, stage_install, write_install
+from paceline.refit.apply import Checks, prove_live, stage_install, write_install
 from paceline.refit.manifest.parse import parse_manifest
-from paceline.refit.manifest.v1 import Manifest
+from paceline.refit.manifest.v1 import Lora, Manifest
 from paceline.refit.model import (
     StagedWeightVersionShardData,
     TensorBuffer,
@@ -43,17 +43,24 @@ class Follower:
     def __init__(self) -> None:
         self._live: dict[str, TensorBuffer] = {}
         self._base: dict[str, TensorEntry] | None = None
+        self._lora: Lora | None = None
 
     def install(self, staged: StagedWeightVersionShardData) -> Manifest:
         """Take a version as a receiver does, prove it, and return its manifest."""
         manifest = parse_manifest(staged.manifest.data)
         if not self._live:
+            self._lora = manifest.lora
             self._live = {entry.name: _empty(entry) for entry in manifest.tensors}
         objects = {
             item.object_id: memoryview(b"".join(item.parts)) for item in buffers_of(staged).objects
         }
         install = stage_install(
-            manifest, objects, live=self._live, aliases=dict(manifest.aliases), base=self._base
+            manifest,
+            objects,
+            live=self._live,
+            aliases=dict(manifest.aliases),
+            base=self._base,
+            checks=Checks(lora=self._lora),
         )
         write_install(install)
         assert prove_live(self._live, install.entries) == manifest.root_digest

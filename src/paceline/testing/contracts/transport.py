@@ -15,7 +15,9 @@ from paceline.refit.transports.protocol import (
     ObjectReader,
     ObjectServer,
     Part,
+    SupportsReplace,
     Terms,
+    open_session,
     read_object,
     read_parts,
 )
@@ -78,6 +80,27 @@ class TransportContract(ABC):
         object_id = self.serve(link)
         assert self.read(link, object_id, offset, size) == WHOLE[offset : offset + size]
 
+    @pytest.mark.parametrize("window", [0, 1000, len(WHOLE)])
+    def test_sessions(self, link: Link, window: int) -> None:
+        """A fetch gets memory of its own, reads into it again and again, and another is apart."""
+        object_id = self.serve(link)
+        with (
+            open_session(link.reader, window_bytes=window) as session,
+            open_session(link.reader, window_bytes=window) as other,
+        ):
+            assert len(session.window) == len(other.window) == window
+            other.window[:] = bytes(window)
+            for offset in range(0, len(WHOLE), len(WHOLE) // 3 + 1):
+                size = min(window, len(WHOLE) - offset)
+                target = session.window[:size]
+                wanted = ObjectRange(object_id=object_id, offset=offset, size=size)
+                read_object(
+                    session.reader, link.server.endpoint, wanted, target, timeout_s=TIMEOUT_S
+                )
+                assert target == WHOLE[offset : offset + size]
+            assert other.window == bytes(window)
+        assert self.read(link, object_id, 0, 4) == WHOLE[:4]
+
     @pytest.mark.parametrize(("offset", "size"), [(len(WHOLE), 1), (0, len(WHOLE) + 1), (10**9, 5)])
     def test_past_the_end(self, link: Link, offset: int, size: int) -> None:
         """A range that reaches past the end is refused."""
@@ -121,6 +144,20 @@ class TransportContract(ABC):
         link.server.serve_object("ab", [memoryview(buffer)])
         buffer[:] = b"new!"
         assert self.read(link, "ab", 0, 4) == (b"old!" if self.copies else b"new!")
+
+    def test_the_same_bytes_from_elsewhere(self, link: Link) -> None:
+        """Where an object can be replaced, its old memory may be written to afterwards."""
+        if not isinstance(link.server, SupportsReplace):
+            return
+        buffer = bytearray(b"old!")
+        link.server.serve_object("ab", [memoryview(buffer)])
+        link.server.replace_object("ab", [memoryview(b"ol"), memoryview(b"d!")])
+        buffer[:] = b"new!"
+        assert self.read(link, "ab", 0, 4) == b"old!"
+        link.server.withdraw_object("ab")
+        link.server.replace_object("ab", [memoryview(b"old!")])
+        with pytest.raises(FetchError):
+            self.read(link, "ab", 0, 4)
 
     def test_many_readers(self, link: Link) -> None:
         """Several threads read at once, each its own range."""

@@ -155,6 +155,15 @@ class SupportsGpus(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsPublishing(Protocol):
+    """Machines whose ports can be reached from outside under other numbers."""
+
+    def publish(self, instance_id: str, port: int) -> tuple[str, int]:
+        """Return where the world reaches a machine's port, while the machine runs; idempotent."""
+        ...
+
+
 class Faults:
     """What goes wrong: so many times on command, or by seeded chance."""
 
@@ -389,6 +398,12 @@ class FakeCloud(ABC):
             self.machines.equip(rental.instance_id, rental.gpus)
         environ = self.machine_environ(rental)
         return self.machines.start(rental.instance_id, rental.public_keys, environ=environ)
+
+    def published(self, rental: Rental, port: int) -> tuple[str, int]:
+        """Return where a machine's port is reached: for real, or where nobody answers."""
+        if self.machines is not None and isinstance(self.machines, SupportsPublishing):
+            return self.machines.publish(rental.instance_id, port)
+        return "127.0.0.1", 40_000 + port % 20_000
 
     def machine_environ(self, rental: Rental) -> Mapping[str, str]:
         """Return what the provider puts into a machine's environment."""

@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import TypeVar
 
 from paceline.core.clock import Clock
+from paceline.refit.control.describing import combine
 from paceline.refit.errors import (
     AlreadyExistsError,
     ControlError,
@@ -49,6 +50,7 @@ class FakeControlPlane:
         self.versions: dict[str, WeightVersion] = {}
         self.requests: dict[str, VersionRequest] = {}
         self.shards: dict[tuple[str, str, str], Shard] = {}
+        self.parts: dict[str, dict[str, VersionDescription]] = {}
         self.leases: dict[tuple[str, str], Lease] = {}
         self.installed: dict[str, InstalledReport] = {}
         self.events: list[Event] = []
@@ -234,11 +236,23 @@ class FakeControlPlane:
             ],
         )
 
-    def describe_version(self, uid: str, description: VersionDescription) -> WeightVersion:
-        """Attach a description, once."""
+    def describe_version(
+        self, uid: str, description: VersionDescription, *, source_slot_id: str | None = None
+    ) -> WeightVersion:
+        """Attach a description, once; with several slots, when the last has said its part."""
 
         def act() -> WeightVersion:
             version = self._version(uid)
+            expected = version.expected_source_slots
+            if source_slot_id is not None and len(expected) > 1:
+                parts = self.parts.setdefault(uid, {})
+                if parts.setdefault(source_slot_id, description) != description:
+                    raise AlreadyExistsError(f"{source_slot_id} of {uid} is described otherwise")
+                if len({(each.run_id, each.sequence, each.step) for each in parts.values()}) > 1:
+                    raise PreconditionError(f"the slots of {uid} differ")
+                whole = combine(parts) if parts.keys() == set(expected) else None
+                self.versions[uid] = replace(version, description=whole)
+                return self.versions[uid]
             if version.description not in (None, description):
                 raise AlreadyExistsError(f"{uid} is described otherwise")
             self.versions[uid] = replace(version, description=description)

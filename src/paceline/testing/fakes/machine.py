@@ -35,7 +35,7 @@ ListenAddress {host}
 Port {port}
 HostKey {root}/host_key
 PidFile none
-AuthorizedKeysFile {root}/authorized_keys
+AuthorizedKeysFile {root}/authorized_keys {root}/home/.ssh/authorized_keys
 StrictModes no
 UsePAM no
 PasswordAuthentication no
@@ -44,7 +44,9 @@ PermitRootLogin prohibit-password
 MaxStartups 100
 PrintMotd no
 SetEnv HOME={root}/home {mark}={nonce} PATH={path}{more}
-ForceCommand cd "$HOME" && eval "${{SSH_ORIGINAL_COMMAND:-exec $SHELL -l}}"
+"""
+_AT_HOME = """\
+ForceCommand cd "$HOME" && eval "${SSH_ORIGINAL_COMMAND:-exec $SHELL -l}"
 """
 
 
@@ -68,6 +70,7 @@ class FakeMachine:
         clock: Clock | None = None,
         netns: str | None = None,
         path: str = _PATH,
+        starts_at_home: bool = True,
     ) -> None:
         """Take ``root`` for the machine; nothing is started.
 
@@ -82,6 +85,8 @@ class FakeMachine:
             clock: what waiting is measured by; real, as the processes are.
             netns: the network namespace in which all of it runs; ``host`` is an address there.
             path: where its programs are found.
+            starts_at_home: commands start in the machine's home, for which it overrules what
+                authorized_keys says of commands; else in the user's, and it does not.
         """
         self.root = root
         self.host = host
@@ -94,6 +99,7 @@ class FakeMachine:
         self._clock = clock or system_clock()
         self._prefix = ["ip", "netns", "exec", netns] if netns else []
         self._own_path = path
+        self._more_config = _AT_HOME if starts_at_home else ""
         self._nonce = new_nonce()
         self._sshd: subprocess.Popen[bytes] | None = None
 
@@ -267,6 +273,7 @@ class FakeMachine:
                 path=":".join((*self._own_programs(), self._path())),
                 more=self._more_environ(),
             )
+            + self._more_config
         )
         with (self.root / "sshd.log").open("wb") as log:
             process = subprocess.Popen(

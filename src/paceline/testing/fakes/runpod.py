@@ -438,8 +438,12 @@ class FakeRunpod(FakeCloud):
         ports = given.get("ports")
         has_ssh = isinstance(ports, list) and "22/tcp" in ports
         direct = None
+        published: list[dict[str, object]] = []
         if word == "RUNNING" and has_ssh and self.is_up(rental):
             host, port = self.address_of(rental)
+            published = [_published(22, host, port)]
+            for other in _tcp_ports(ports):
+                published.append(_published(other, *self.published(rental, other)))
             direct = {
                 "host": host,
                 "port": port,
@@ -468,10 +472,21 @@ class FakeRunpod(FakeCloud):
             "cost": 0.0 if word in ("EXITED", "TERMINATED") else rental.dph,
             "locked": False,
             "globalNetworking": {"enabled": False},
-            "runtime": {"uptime": 1, "gpus": [], "ports": []} if is_running else None,
+            "runtime": {"uptime": 1, "gpus": [], "ports": published} if is_running else None,
             "createdAt": _iso(rental.created_at),
             "startedAt": _iso(rental.started_at) if is_running else None,
         }
+
+
+def _tcp_ports(ports: object) -> list[int]:
+    """Return the TCP ports that a create call asks for beside ssh."""
+    names = [str(name) for name in ports] if isinstance(ports, list) else []
+    found = [name.removesuffix("/tcp") for name in names if name.endswith("/tcp")]
+    return [int(name) for name in found if name.isdecimal() and name != "22"]
+
+
+def _published(inside: int, host: str, outside: int) -> dict[str, object]:
+    return {"private": inside, "public": outside, "type": "tcp", "ip": host}
 
 
 def _argument(query: str, name: str) -> str:

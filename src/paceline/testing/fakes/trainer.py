@@ -19,7 +19,7 @@ from paceline.refit.model import (
 )
 from paceline.refit.trainers.protocol import WeightVersionShardManifestPublisher
 from paceline.refit.transports.protocol import ObjectServer
-from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
+from paceline.testing.payloads import CHUNK_BYTES, delta_payload, full_payload, tensor_entry
 
 State = Mapping[str, TensorBuffer]
 
@@ -39,12 +39,15 @@ class FakeTrainer:
         model_name: str = "m",
         run_id: str = "r",
         aliases: Sequence[tuple[str, str]] = (),
+        chunk_bytes: int | None = CHUNK_BYTES,
     ) -> None:
+        """Take the services; chunks of None are as large as a trainer's."""
         self._control = control
         self._server = server
         self._model_name = model_name
         self._run_id = run_id
         self._aliases = aliases
+        self._chunk_bytes = chunk_bytes
         self._worker_id = "trainer"
         self.beat()
 
@@ -59,17 +62,23 @@ class FakeTrainer:
 
     def publish_full(self, uid: str, sequence: int, state: State) -> WeightVersion:
         """Publish a state whole."""
-        manifest, data = full_payload(state.values(), aliases=self._aliases)
+        manifest, data = full_payload(
+            state.values(), aliases=self._aliases, chunk_bytes=self._chunk_bytes
+        )
         return self.publish(uid, sequence, manifest, data, parent_root=None)
 
     def publish_delta(
         self, uid: str, sequence: int, base: State, state: State, *, base_uid: str
     ) -> WeightVersion:
         """Publish a state as the change since another."""
-        manifest, data = delta_payload(base, state, aliases=self._aliases)
+        manifest, data = self.encode_delta(base, state)
         return self.publish(
             uid, sequence, manifest, data, parent_root=manifest.base_root, base_uid=base_uid
         )
+
+    def encode_delta(self, base: State, state: State) -> tuple[Manifest, bytes]:
+        """Return the change between two states, to be published later."""
+        return delta_payload(base, state, aliases=self._aliases, chunk_bytes=self._chunk_bytes)
 
     def publish(
         self,

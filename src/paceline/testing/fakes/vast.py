@@ -282,6 +282,7 @@ class FakeVast(FakeCloud):
             "runtype": body.get("runtype") or "ssh",
             "end_date": row["end_date"],
             "instance_api_key": f"{rental.instance_id}-key",
+            "ports": _published_in(body.get("env")),
         }
         self.put_gpus(
             rental,
@@ -497,7 +498,11 @@ class FakeVast(FakeCloud):
         if actual == "running":
             host, port = self.address_of(rental)
             document["public_ipaddr"] = f"{host} "
-            document["ports"] = {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(port)}]}  # noqa: S104
+            found = {22: port} | {one: self.published(rental, one)[1] for one in _ports_of(rental)}
+            document["ports"] = {
+                f"{inside}/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(outside)}]  # noqa: S104
+                for inside, outside in found.items()
+            }
         return document
 
     def _progress(self, rental: Rental) -> tuple[str | None, str]:
@@ -545,6 +550,18 @@ def _like(value: object, wanted: object) -> object:
     """Return ``wanted`` as a number where it is compared with one: the vendor's CLI sends text."""
     is_text = isinstance(wanted, str) and isinstance(value, int | float)
     return float(str(wanted)) if is_text else wanted
+
+
+def _published_in(env: object) -> list[int]:
+    """Return which ports a create call asks for, in the way of docker's options."""
+    names = [str(name) for name in env] if isinstance(env, Mapping) else []
+    found = [re.fullmatch(r"-p (\d+):(\d+)", name) for name in names]
+    return [int(match.group(2)) for match in found if match]
+
+
+def _ports_of(rental: Rental) -> list[int]:
+    ports = rental.facts.get("ports")
+    return list(ports) if isinstance(ports, list) else []
 
 
 def _keys_in(script: str) -> list[str]:

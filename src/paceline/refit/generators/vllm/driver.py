@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 LOOK_S = 0.5
 """How often a waiting call looks whether it still should."""
+PAUSE_MODES = {"immediate": "keep", "drain": "wait", "abort": "abort"}
+"""Our word for what becomes of running requests -> vLLM's."""
 SLACK_S = 5.0
 """Beyond vLLM's own deadline."""
 
@@ -29,9 +31,9 @@ class OfflineDriver:
         """Let every worker connect to the run."""
         self._llm.init_weight_transfer_engine({"init_info": asdict(config)})
 
-    def stage(self, version_id: str) -> None:
+    def stage(self, version_id: str, *, known: frozenset[str] | None = None) -> None:
         """Let every worker begin to fetch a version."""
-        self._llm.collective_rpc("paceline_stage", args=(version_id,))
+        self._llm.collective_rpc("paceline_stage", args=_staging(version_id, known))
 
     def status(self) -> Sequence[WorkerStatus]:
         """Return what every worker says."""
@@ -42,9 +44,9 @@ class OfflineDriver:
         if not self._llm.reset_prefix_cache():
             raise RefitError("the prefix cache is in use: requests are still running")
 
-    def apply(self, version_id: str) -> None:
+    def apply(self, version_id: str) -> Sequence[WorkerStatus]:
         """Let every worker write the version."""
-        self._update({"version_id": version_id})
+        return self._update({"version_id": version_id})
 
     def finish(self, version_id: str) -> None:
         """Settle the update and label tokens with the version."""
@@ -63,10 +65,9 @@ class OfflineDriver:
         roots: Sequence[str] = self._llm.collective_rpc("paceline_prove")
         return roots
 
-    def _update(self, info: dict[str, object]) -> None:
+    def _update(self, info: dict[str, object]) -> Sequence[WorkerStatus]:
         try:
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": info})
+            return _statuses(self._llm.collective_rpc("paceline_update", args=(info,)))
         except Exception as exc:
             raise _ours(exc) from exc
 
@@ -75,19 +76,28 @@ class OnlineDriver:
     """Drives vLLM's server from another thread than its event loop; signs EngineDriver."""
 
     def __init__(
-        self, client: Any, loop: asyncio.AbstractEventLoop, *, pause_mode: str, timeout_s: float
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        update: str,
+        drain_s: float,
+        timeout_s: float,
     ) -> None:
         """Take what the server talks to its engine with.
 
         Args:
             client: vLLM's ``EngineClient``.
             loop: where it lives.
-            pause_mode: what happens to running requests: keep, wait or abort.
+            update: what happens to requests that run when a version goes in: immediate, drain,
+                abort. Our own routes have settled theirs before; this is for vLLM's others.
+            drain_s: how long ``drain`` waits for them; then they are aborted.
             timeout_s: of each call.
         """
         self._client = client
         self._loop = loop
-        self._pause_mode = pause_mode
+        self._pause_mode = PAUSE_MODES[update]
+        self._drain_s = drain_s
         self._timeout_s = timeout_s
         self._is_closed = False
 
@@ -99,21 +109,27 @@ class OnlineDriver:
         """Let every worker connect to the run."""
         self._rpc("init_weight_transfer_engine", kwargs={"init_info": asdict(config)})
 
-    def stage(self, version_id: str) -> None:
+    def stage(self, version_id: str, *, known: frozenset[str] | None = None) -> None:
         """Let every worker begin to fetch a version."""
-        self._rpc("paceline_stage", args=(version_id,))
+        self._rpc("paceline_stage", args=_staging(version_id, known))
 
     def status(self) -> Sequence[WorkerStatus]:
         """Return what every worker says."""
         return _statuses(self._rpc("paceline_status"))
 
     def pause(self) -> None:
-        """Stop between two passes and forget cached prefixes."""
-        self._wait(self._client.pause_generation(mode=self._pause_mode, clear_cache=True))
+        """Stop, as the policy wants it, and forget cached prefixes."""
+        if self._pause_mode != "wait":
+            self._pause(self._pause_mode, timeout_s=self._timeout_s)
+            return
+        try:
+            self._pause("wait", timeout_s=self._drain_s)
+        except DeadlineExceededError:
+            self._pause("abort", timeout_s=self._timeout_s)
 
-    def apply(self, version_id: str) -> None:
+    def apply(self, version_id: str) -> Sequence[WorkerStatus]:
         """Let every worker write the version."""
-        self._update({"version_id": version_id})
+        return self._update({"version_id": version_id})
 
     def finish(self, version_id: str) -> None:
         """Settle the update and label tokens with the version."""
@@ -133,17 +149,21 @@ class OnlineDriver:
         roots: Sequence[str] = self._rpc("paceline_prove")
         return roots
 
-    def _update(self, info: dict[str, object]) -> None:
-        self._rpc("start_weight_update")
-        self._rpc("update_weights", kwargs={"update_info": info})
+    def _update(self, info: dict[str, object]) -> Sequence[WorkerStatus]:
+        return _statuses(self._rpc("paceline_update", args=(info,)))
+
+    def _pause(self, mode: str, *, timeout_s: float) -> None:
+        call = self._client.pause_generation(mode=mode, clear_cache=True)
+        self._wait(call, timeout_s=timeout_s)
 
     def _rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         call = self._client.collective_rpc(method, self._timeout_s, args, kwargs)
-        return self._wait(call)
+        return self._wait(call, timeout_s=self._timeout_s + SLACK_S)
 
-    def _wait(self, call: Awaitable[T]) -> T:
+    def _wait(self, call: Awaitable[T], *, timeout_s: float | None = None) -> T:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         future = asyncio.run_coroutine_threadsafe(_awaited(call), self._loop)
-        for _ in range(max(1, round((self._timeout_s + SLACK_S) / LOOK_S))):
+        for _ in range(max(1, round(limit_s / LOOK_S))):
             if self._is_closed:
                 break
             done, _ = wait([future], timeout=LOOK_S)
@@ -152,7 +172,7 @@ class OnlineDriver:
         future.cancel()
         if self._is_closed:
             raise RefitError("vLLM is ending")
-        raise DeadlineExceededError(f"vLLM did not answer within {self._timeout_s:g} s")
+        raise DeadlineExceededError(f"vLLM did not answer within {limit_s:g} s")
 
 
 def _result(future: "Future[T]") -> T:
@@ -166,6 +186,10 @@ def _result(future: "Future[T]") -> T:
 
 async def _awaited(call: Awaitable[T]) -> T:
     return await call
+
+
+def _staging(version_id: str, known: frozenset[str] | None) -> tuple[str, list[str] | None]:
+    return version_id, None if known is None else sorted(known)
 
 
 def _statuses(found: Sequence[dict[str, Any]]) -> list[WorkerStatus]:

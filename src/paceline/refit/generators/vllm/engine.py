@@ -1,6 +1,7 @@
 """vLLM's engine client as a rollout engine: tokens with the versions that produced them."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -15,19 +16,19 @@ from paceline.refit.errors import (
     GenerationError,
 )
 from paceline.refit.generators.protocol import (
-    Choice,
     EngineLoad,
     Generation,
     InstalledVersion,
+    OnPiece,
     Sampling,
-    VersionSpan,
 )
+from paceline.refit.generators.vllm.growing import GrowingAnswer
 from paceline.refit.generators.workers import WorkersEngine
 from paceline.refit.model import TensorBuffer
 
 
 class VllmEngine:
-    """Signs RolloutEngine beside vLLM's own server; the event loop is that server's."""
+    """Signs RolloutEngine and SupportsStreaming beside vLLM's own server, on its event loop."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class VllmEngine:
         self._max_batch = config.scheduler_config.max_num_seqs
         self._max_open = self._max_batch + max_waiting
         self._open = 0
+        self._lock = threading.Lock()
 
     @property
     def proof(self) -> str:
@@ -94,16 +96,13 @@ class VllmEngine:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> "Future[Generation]":
         """Queue one prompt, see RolloutEngine."""
-        self._check(prompt, sampling)
-        if self._workers.installed() is None:
-            raise EngineNotReadyError("the engine serves no version now; try another or wait")
-        if self._open >= self._max_open:
-            raise EngineBusyError(f"{self._open} prompts are open already")
-        self._open += 1
-        work = self._generate(tuple(prompt), sampling)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.add_done_callback(lambda _: self._forget())
-        return future
+        return self._open_request(prompt, sampling, None)
+
+    def submit_stream(
+        self, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece
+    ) -> "Future[Generation]":
+        """Do the same and tell of tokens, see SupportsStreaming; ``growing`` says when."""
+        return self._open_request(prompt, sampling, on_piece)
 
     def load(self) -> EngineLoad:
         """Return what runs and what waits."""
@@ -113,8 +112,24 @@ class VllmEngine:
     def close(self, *, timeout_s: float) -> None:
         """Do nothing: vLLM's server closes its engine."""
 
+    def _open_request(
+        self, prompt: Sequence[int], sampling: Sampling, on_piece: OnPiece | None
+    ) -> "Future[Generation]":
+        self._check(prompt, sampling)
+        if self._workers.installed() is None:
+            raise EngineNotReadyError("the engine serves no version now; try another or wait")
+        with self._lock:
+            if self._open >= self._max_open:
+                raise EngineBusyError(f"{self._open} prompts are open already")
+            self._open += 1
+        work = self._generate(tuple(prompt), sampling, on_piece)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda _: self._forget())
+        return future
+
     def _forget(self) -> None:
-        self._open -= 1
+        with self._lock:
+            self._open -= 1
 
     def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         if not prompt:
@@ -136,48 +151,29 @@ class VllmEngine:
                 "those of the policy; its chat route samples so without them",
             )
 
-    async def _generate(self, prompt: tuple[int, ...], sampling: Sampling) -> Generation:
-        last: Any = None
+    async def _generate(
+        self, prompt: tuple[int, ...], sampling: Sampling, on_piece: OnPiece | None
+    ) -> Generation:
+        answer = GrowingAnswer(self._workers, on_piece)
+        params = _params(sampling, is_stream=on_piece is not None)
+        async for output in self._outputs(prompt, params):
+            for each in output.outputs:
+                answer.add(each)
+        return Generation(prompt_token_ids=prompt, choices=answer.choices(sampling.n))
+
+    async def _outputs(self, prompt: tuple[int, ...], params: SamplingParams) -> Any:
+        """Yield what vLLM says; its errors become ours here."""
         inputs = {"prompt_token_ids": list(prompt)}
         try:
-            async for output in self._client.generate(inputs, _params(sampling), self._new_id()):
-                last = output
+            async for output in self._client.generate(inputs, params, self._new_id()):
+                yield output
         except ValueError as exc:
             raise BadRequestError("sampling", f"is refused by vLLM: {exc}") from exc
         except Exception as exc:
             raise GenerationError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        if last is None or any(each.finish_reason == "abort" for each in last.outputs):
-            raise EngineNotReadyError("an update ended the request; ask again")
-        found = sorted(last.outputs, key=lambda each: each.index)
-        choices = [self._choice(each) for each in found]
-        return Generation(
-            prompt_token_ids=prompt, choices=tuple(choices * (sampling.n // len(choices)))
-        )
-
-    def _choice(self, output: Any) -> Choice:
-        token_ids = tuple(output.token_ids)
-        pairs = zip(token_ids, output.logprobs or (), strict=True)
-        return Choice(
-            token_ids=token_ids,
-            logprobs=tuple(float(found[token_id].logprob) for token_id, found in pairs),
-            text=output.text,
-            finish_reason=output.finish_reason,
-            spans=self._spans(output.weight_versions or (), len(token_ids)),
-        )
-
-    def _spans(self, found: Sequence[Any], num_tokens: int) -> tuple[VersionSpan, ...]:
-        spans = []
-        for each in found:
-            installed = self._workers.version(each.version)
-            if installed is None:
-                raise GenerationError(f"tokens of weights {each.version!r}, which nobody installed")
-            spans.append(VersionSpan(installed=installed, start=each.start, end=each.end))
-        if [span.start for span in spans] + [num_tokens] != [0] + [span.end for span in spans]:
-            raise GenerationError("vLLM did not say which weights produced which tokens")
-        return tuple(spans)
 
 
-def _params(sampling: Sampling) -> SamplingParams:
+def _params(sampling: Sampling, *, is_stream: bool) -> SamplingParams:
     return SamplingParams(
         n=sampling.n if sampling.temperature else 1,  # greedy choices are equal, and refused
         max_tokens=sampling.max_tokens,
@@ -187,5 +183,5 @@ def _params(sampling: Sampling) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids) or None,
         ignore_eos=sampling.ignore_eos,
         logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY,
     )

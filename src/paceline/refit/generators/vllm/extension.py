@@ -14,18 +14,27 @@ class WorkerExtension:
     weight_transfer_engine: Any
     speculative_config: Any
 
-    def paceline_stage(self, version_id: str) -> None:
+    start_weight_update: Any
+    update_weights: Any
+
+    def paceline_stage(self, version_id: str, known: list[str] | None = None) -> None:
         """Begin to fetch and prove a version while the model generates."""
         engine = self.weight_transfer_engine
         draft = getattr(self, "get_draft_model", lambda: None)()
         if draft is not None:
             engine.follow_draft(draft, self.speculative_config.draft_model_config)
-        engine.stage(version_id)
+        engine.stage(version_id, known=None if known is None else frozenset(known))
 
     def paceline_status(self) -> Mapping[str, Any]:
-        """Return the fields of link.WorkerStatus."""
+        """Return the fields of workers.WorkerStatus."""
         status: Mapping[str, Any] = self.weight_transfer_engine.status()
         return status
+
+    def paceline_update(self, info: dict[str, Any]) -> Mapping[str, Any]:
+        """Do what vLLM's own calls do, start and update, in one call: the engine is paused."""
+        self.start_weight_update()
+        self.update_weights(info)
+        return self.paceline_status()
 
     def paceline_prove(self) -> str:
         """Hash everything that is live and return its root digest."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.refit.apply import StagedInstall, TensorWrite
+from paceline.refit.apply import StagedInstall
 from paceline.refit.delta.order import Positions, Words, as_words, kind_of
 from paceline.refit.delta.steps import Steps, positions_of
 from paceline.refit.model import TensorBuffer, TensorEntry
 from paceline.refit.staging.torch_bytes import WORD_DTYPES
+from paceline.refit.writing import TensorWrite
 
 Changes = Mapping[str, Positions | None]
 """Tensor -> which elements change, None for all."""
@@ -40,7 +41,14 @@ def words_of(buffer: TensorBuffer) -> Words:
 
 def changes_of(staged: StagedInstall) -> dict[str, Positions | None]:
     """Return which elements a staged version changes."""
-    return {write.name: _positions(write) for write in staged.writes}
+    found: dict[str, list[Positions] | None] = {each.name: None for each in staged.scatters}
+    for write in staged.writes:
+        places, known = _positions(write), found.setdefault(write.name, [])
+        if places is None or known is None:
+            found[write.name] = None
+        else:
+            known.append(places)
+    return {name: None if some is None else np.concatenate(some) for name, some in found.items()}
 
 
 def _positions(write: TensorWrite) -> Positions | None:
@@ -48,7 +56,7 @@ def _positions(write: TensorWrite) -> Positions | None:
     for update in write.steps or ():
         if not isinstance(update.new, Steps):
             return None
-        found.append(positions_of(update.new.gaps) + update.part.start)
+        found.append(positions_of(update.new.gaps) + update.part.start + write.first)
     return np.concatenate(found) if found else None
 
 

@@ -1,7 +1,8 @@
 """One model inside the worker, and the ways by which changed elements get into it."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +165,7 @@ class ModelPart:
         for module in modules:
             initialize_layerwise_reload(module)
         # Kernels for quantised layers are made for the default dtype, which vLLM's loader sets.
-        with set_default_torch_dtype(self._model_config.dtype):
+        with set_default_torch_dtype(self._model_config.dtype), _packing_experts(modules):
             try:
                 self._model.load_weights((name, as_tensor(live[name])) for name in names)
             finally:
@@ -175,6 +176,27 @@ class ModelPart:
         for module in modules:
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def _packing_experts(modules: Iterable[Any]) -> Iterator[None]:
+    """Let vLLM pack experts for the CPU again: it does only while a layer has no kernel yet."""
+    methods: list[Any] = [
+        getattr(each, "quant_method", None) for one in modules for each in one.modules()
+    ]
+    kernels = [
+        (method, method.moe_kernel)
+        for method in methods
+        if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None
+    ]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing was loaded into it
+                method.moe_kernel = kernel
 
 
 def _check_used(entries: Sequence[TensorEntry], recording: Recording) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from paceline.refit.apply import StagedInstall, prove_live, write_install
+from paceline.refit.apply import StagedInstall, check_live, write_install
 from paceline.refit.delta.codec import Tools
-from paceline.refit.digest import root_digest
 from paceline.refit.errors import ApplyError, RefitError, UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import InstalledVersion
 from paceline.refit.generators.vllm.mirror import Changes, MemoryJournal, allocate, changes_of
@@ -29,6 +28,8 @@ class WorkerWeights:
         self._entries: dict[str, TensorEntry] | None = None
         self._journal: MemoryJournal | None = None
         self._before: dict[str, TensorEntry] | None = None
+        self._root = self._root_before = ""
+        """Root digests of the versions that these are of."""
 
     @property
     def base(self) -> Mapping[str, TensorEntry] | None:
@@ -84,20 +85,21 @@ class WorkerWeights:
             ApplyError: it failed and was undone.
             UncertainStateError: nobody knows what is live.
         """
-        entries = {entry.name: entry for entry in staged.entries}
+        entries = {entry.key: entry for entry in staged.entries}
         if self._entries is None:
             self._load_first(staged)
         else:
             journal = MemoryJournal()
             write_install(staged, tools=self._tools, journal=journal)
             self._journal, self._before = journal, self._entries
+            self._root_before = self._root
             try:
                 self._push(changes_of(staged))
             except BaseException as exc:  # also when interrupted: never half of it
                 self.undo()
                 raise ApplyError(f"the engine did not take the version, undone: {exc}") from exc
-        self._entries = entries
-        if root_digest(staged.entries) != root:
+        self._entries, self._root = entries, staged.root_digest
+        if staged.root_digest != root:
             self.disown()
             raise UncertainStateError(f"what is live is not {root}; install a full version")
 
@@ -116,7 +118,7 @@ class WorkerWeights:
         except BaseException as exc:
             self.disown()
             raise UncertainStateError(f"the version before could not be put back: {exc}") from exc
-        self._entries = self._before
+        self._entries, self._root = self._before, self._root_before
         return True
 
     def settle(self) -> None:
@@ -136,7 +138,8 @@ class WorkerWeights:
         entries = self._entries
         if entries is None:
             raise VerifyError("nothing is installed")
-        return prove_live(self._buffers, entries.values())
+        check_live(self._buffers, entries.values())
+        return self._root
 
     def _load_first(self, staged: StagedInstall) -> None:
         """Load by the engine's own means, and find out which parameters can be written directly."""

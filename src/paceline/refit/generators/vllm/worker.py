@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import RefitError, UncertainStateError
 from paceline.refit.generators.protocol import InstalledVersion
+from paceline.refit.generators.vllm.aside import run_aside, step_aside
 from paceline.refit.generators.vllm.part import ModelPart
 from paceline.refit.generators.vllm.weights import DRAFT, WorkerWeights
 from paceline.refit.generators.workers import Connect, Link, LinkConfig, Staged, WorkerStatus
@@ -91,7 +92,7 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
         given = {each.name: getattr(init_info, each.name) for each in fields(LinkConfig)}
         config = replace(LinkConfig(**given), worker_id=f"{init_info.worker_id}-w{rank}")
         self._stop = threading.Event()
-        self._link = type(self).connect(config)
+        self._link = run_aside(lambda: type(self).connect(config))
 
     def follow_draft(self, model: Any, model_config: Any) -> None:
         """Let the draft model follow the tensors of a version whose names begin with ``draft.``."""
@@ -101,7 +102,7 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
             self._weights = WorkerWeights(self._parts, tools=process_tools())
             self._installed = None
 
-    def stage(self, version_id: str) -> None:
+    def stage(self, version_id: str, *, known: frozenset[str] | None = None) -> None:
         """Begin to fetch a version in the background, unless that is done or going on."""
         with self._turn:
             if version_id in {self._status.staging, self._status.staged}:
@@ -111,7 +112,7 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
             self._staged = None
             self._status = WorkerStatus(staging=version_id)
             self._thread = threading.Thread(
-                target=self._stage, args=(version_id,), name="paceline-stage", daemon=True
+                target=self._stage, args=(version_id, known), name="paceline-stage", daemon=True
             )
             self._thread.start()
 
@@ -179,11 +180,12 @@ class PacelineWeightTransferEngine(WeightTransferEngine):
             self._staged, self._status = None, WorkerStatus()
         return staged
 
-    def _stage(self, version_id: str) -> None:
+    def _stage(self, version_id: str, known: frozenset[str] | None) -> None:
         """Run in the thread; ends with a staged version or a reason why there is none."""
         try:
+            step_aside()
             staged = self._joined().stage(
-                version_id, mirror=self._weights, between_reads=self._check_stop
+                version_id, mirror=self._weights, between_reads=self._check_stop, known=known
             )
         except (_StopError, PacelineError) as exc:
             self._note(WorkerStatus(error=str(exc) or "stopped", error_kind=type(exc).__name__))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import FetchError, TransferCancelledError
+from paceline.refit.transports.routes import ROUTE_TRY_S, Routes
 
 IDLE_S_MAX = 30.0
 """How long a source may be silent; then the connection is given up and the transfer resumed."""
@@ -75,12 +76,19 @@ class Connection(http.client.HTTPConnection):
     """One kept-alive connection, with TLS where the endpoint says so."""
 
     def __init__(
-        self, endpoint: str, *, tls: ssl.SSLContext | None, server_name: str | None = None
+        self,
+        endpoint: str,
+        *,
+        tls: ssl.SSLContext | None,
+        server_name: str | None = None,
+        routes: Routes | None = None,
     ) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise FetchError(f"{endpoint!r} is no http:// or https:// endpoint", source=endpoint)
         super().__init__(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        shorter = endpoint if routes is None else routes.of(endpoint)
+        self._shorter = None if shorter == endpoint else urlsplit(shorter)
         self._tls = tls if parts.scheme == "https" else None
         self._server_name = server_name or self.host
         self._patience: Patience | None = None
@@ -89,8 +97,9 @@ class Connection(http.client.HTTPConnection):
         """Open the socket, and the TLS session in it."""
         patience = self._patience
         assert patience is not None  # noqa: S101 - ask() sets it
-        self.timeout = patience.left_s()
-        super().connect()
+        if not self._connect_shorter(patience):
+            self.timeout = patience.left_s()
+            super().connect()
         found: _PlainSocket | _TlsSocket
         if self._tls is None:
             found = _PlainSocket(fileno=self.sock.detach())
@@ -100,6 +109,18 @@ class Connection(http.client.HTTPConnection):
             found = wrapped
         found.patience = patience
         self.sock = found
+
+    def _connect_shorter(self, patience: Patience) -> bool:
+        """Open the socket by a shorter way, if one is known and works."""
+        if self._shorter is None:
+            return False
+        place = (self._shorter.hostname or "", self._shorter.port or 0)
+        try:
+            self.sock = socket.create_connection(place, min(patience.left_s(), ROUTE_TRY_S))
+        except OSError:
+            return False  # the long way is there
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return True
 
     def ask(
         self, path: str, headers: dict[str, str], patience: Patience

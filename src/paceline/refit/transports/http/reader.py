@@ -23,6 +23,7 @@ from paceline.refit.transports.http.connection import (
 )
 from paceline.refit.transports.http.run import Cursor, Share, shares_of
 from paceline.refit.transports.protocol import Part, ReadPlan, Terms, TransferRecord
+from paceline.refit.transports.routes import Routes
 
 _KEPT_MAX = 8
 """Idle connections per endpoint."""
@@ -45,6 +46,8 @@ class HttpReaderOptions:
     those of the system."""
     server_name: str | None = None
     """What an https:// source must prove to be; None asks for the host that it is reached by."""
+    routes: Routes = field(default_factory=Routes)
+    """Shorter ways to sources than the addresses that they tell."""
 
 
 class HttpObjectReader:
@@ -132,7 +135,12 @@ class HttpObjectReader:
             except (OSError, http.client.HTTPException):
                 # The server may close an idle connection at any time; that is not a failure.
                 kept.close()
-        fresh = Connection(endpoint, tls=self._tls, server_name=self.options.server_name)
+        fresh = Connection(
+            endpoint,
+            tls=self._tls,
+            server_name=self.options.server_name,
+            routes=self.options.routes,
+        )
         try:
             return fresh, fresh.ask(path, sent, patience)
         except BaseException:

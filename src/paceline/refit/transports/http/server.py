@@ -19,6 +19,7 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 
+from paceline.core.address import join_address, told_as
 from paceline.core.errors import PreflightError
 from paceline.refit.model import WeightVersionShardManifest
 from paceline.refit.staging.shelf import HeldObject, ManifestShelf, ObjectShelf
@@ -84,10 +85,9 @@ class HttpObjectServer:
         self.token = token
         self.options = options or HttpServerOptions()
         self._listener = _listen(self, host, port)
-        name = self.options.advertise_host or host
-        shown = f"[{name}]" if ":" in name else name
+        name = self.options.advertise_host or told_as(host)
         scheme = "https" if self.options.tls else "http"
-        self._endpoint = f"{scheme}://{shown}:{self._listener.server_address[1]}"
+        self._endpoint = f"{scheme}://{join_address(name, self._listener.server_address[1])}"
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
             kwargs={"poll_interval": 0.05},
@@ -114,6 +114,11 @@ class HttpObjectServer:
     def serve_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
         """Make an object readable, without copying it."""
         self.objects.put(object_id, parts)
+
+    def replace_object(self, object_id: str, parts: Sequence[memoryview]) -> None:
+        """Serve the same bytes from other memory. Raises StagingError if a reader stays."""
+        patience_s = self.options.withdraw_patience_s
+        self.objects.replace(object_id, parts, patience_s=patience_s)
 
     def withdraw_object(self, object_id: str) -> None:
         """Stop serving; returns when no reader is inside. Raises StagingError if one stays."""

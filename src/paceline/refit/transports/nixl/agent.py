@@ -8,7 +8,7 @@ handed out behind a token, and no agent belongs on a network that is not trusted
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,21 @@ class Region:
         """Say whether ``other`` lies inside."""
         same = (self.memory, self.device) == (other.memory, other.device)
         return same and self.address <= other.address and other.stop <= self.stop
+
+    def adjoins(self, other: "Region") -> bool:
+        """Say whether ``other`` begins where this ends."""
+        same = (self.memory, self.device) == (other.memory, other.device)
+        return same and self.stop == other.address
+
+    def joined(self, other: "Region") -> "Region":
+        """Return both as one; ``other`` adjoins."""
+        return replace(self, size=self.size + other.size)
+
+    def split(self, size: int) -> "tuple[Region, Region]":
+        """Return the first so many bytes, and the rest."""
+        return replace(self, size=size), replace(
+            self, address=self.address + size, size=self.size - size
+        )
 
 
 class NixlAgent:

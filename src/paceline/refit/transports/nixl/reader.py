@@ -1,7 +1,10 @@
 """Batches of one-sided reads into the caller's memory, prepared once and posted at will."""
 
+import mmap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
@@ -15,13 +18,14 @@ from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
     ReadPlan,
+    ReadSession,
     Terms,
     TransferRecord,
 )
 
-BATCH_BYTES = 32 * 2**20
-"""Read at a time: what is told of, proven and cancelled as one."""
-DEPTH = 2
+BATCH_BYTES = 4 * 2**20
+"""Read at a time: what is told of and cancelled as one, and is in the cache when it is proven."""
+DEPTH = 8
 """Batches under way at once, so that a link does not wait for us."""
 _FIRST_NAP_S, _NAP_S_MAX = 2e-5, 1e-3
 _LET_GO_S = 2.0
@@ -42,6 +46,11 @@ class NixlObjectReader:
         self._agent = agent
         self._door = door
         self._clock = clock
+        self._idle: list[tuple[memoryview, Region]] = []
+        """Windows that no session has; they stay registered."""
+        self._known: dict[tuple[str, str], Table] | None = None
+        """In a session: what sources said about their objects."""
+        self._lock = threading.Lock()
 
     @property
     def transport(self) -> str:
@@ -64,10 +73,13 @@ class NixlObjectReader:
                     f"{part.wanted} at {endpoint}: {exc}", source=endpoint, wanted=part.wanted
                 ) from exc
         try:
-            return _NixlRead(self._agent, endpoint, parts, tables, self._clock)
+            plan = _NixlRead(self._agent, endpoint, parts, tables, self._clock)
         except (FetchError, PublishError) as exc:
+            self._forget()
             wanted = parts[0].wanted
             raise FetchError(f"{endpoint}: {exc}", source=endpoint, wanted=wanted) from exc
+        plan.on_failure = self._forget
+        return plan
 
     def read_manifest(self, address: str, *, size_max: int, timeout_s: float) -> bytes:
         """Return the manifest at an address. Raises FetchError."""
@@ -79,9 +91,43 @@ class NixlObjectReader:
         """Return the endpoint behind a manifest address; no I/O. Raises FetchError."""
         return PREFIX + self._door.source_endpoint(self._inner(address))
 
+    @contextmanager
+    def session(self, *, window_bytes: int) -> Iterator[ReadSession]:
+        """Yield a session that asks for each table once; its window has been registered before.
+
+        Raises:
+            FetchError: the window cannot be registered.
+        """
+        window, region = self._take_window(window_bytes)
+        reader = NixlObjectReader(self._agent, self._door, clock=self._clock)
+        reader._known = {}
+        try:
+            yield ReadSession(reader=reader, window=window[:window_bytes])
+        finally:
+            with self._lock:
+                self._idle.append((window, region))
+
     def close(self) -> None:
-        """Give the door's connections back; idempotent."""
+        """Give the door's connections and the windows back; idempotent."""
         self._door.close()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        self._agent.deregister([region for _, region in idle])
+
+    def _take_window(self, window_bytes: int) -> tuple[memoryview, Region]:
+        with self._lock:
+            for index, (window, _) in enumerate(self._idle):
+                if len(window) >= window_bytes:
+                    return self._idle.pop(index)
+            small, self._idle = self._idle, []
+        self._agent.deregister([region for _, region in small])
+        made = memoryview(mmap.mmap(-1, max(1, window_bytes)))
+        region = region_of(made)
+        try:
+            self._agent.register([region])
+        except PublishError as exc:
+            raise FetchError(str(exc)) from exc
+        return made, region
 
     def _look_up(
         self, wanted: ObjectRange, endpoint: str, tables: dict[str, Table], deadline: float
@@ -95,11 +141,20 @@ class NixlObjectReader:
             raise FetchError(f"it has {num_bytes} bytes only")
 
     def _table(self, endpoint: str, object_id: str, timeout_s: float) -> Table:
+        if self._known is not None and (endpoint, object_id) in self._known:
+            return self._known[endpoint, object_id]
         address = self._inner(endpoint) + manifest_path(TABLES, object_id)
         data = self._door.read_manifest(address, size_max=TABLE_BYTES_MAX, timeout_s=timeout_s)
         table = parse_table(data)
         self._agent.meet(table.agent_metadata, table.agent_name)
+        if self._known is not None:
+            self._known[endpoint, object_id] = table
         return table
+
+    def _forget(self) -> None:
+        """Ask anew next time: something is not what sources said."""
+        if self._known is not None:
+            self._known.clear()
 
     def _inner(self, address: str) -> str:
         if not address.startswith(PREFIX):
@@ -109,7 +164,7 @@ class NixlObjectReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """One descriptor: a stretch of one part."""
+    """A stretch of one part."""
 
     part: int
     local: Region
@@ -141,6 +196,8 @@ class _NixlRead:
         self._regions = _merged(region_of(part.target) for part in parts if part.wanted.size)
         self._batches: list[_Batch] = []
         self._is_closed = False
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when a run fails."""
         agent.register(self._regions)
         try:
             for name, moves in _batches_of(parts, tables):
@@ -176,6 +233,7 @@ class _NixlRead:
             self._abandon(under_way)
             if not isinstance(exc, FetchError):
                 raise
+            self.on_failure()
             missing = next(
                 part.wanted for part, size in zip(self._parts, left, strict=True) if size
             )
@@ -259,30 +317,53 @@ def _batches_of(
 ) -> Iterator[tuple[str, Sequence[_Move]]]:
     """Yield agent and moves of each batch; one batch is of one agent and one kind of memory."""
     batch: list[_Move] = []
-    key: tuple[str, str] | None = None
+    key = ("", "")
     size = 0
     for index, part in enumerate(parts):
-        name = tables[part.wanted.object_id].agent_name
-        for move in _moves_of(index, part, tables[part.wanted.object_id]):
-            if batch and (key != (name, move.remote.memory) or size >= BATCH_BYTES):
-                assert key is not None  # noqa: S101 - set with the first move
+        table = tables[part.wanted.object_id]
+        rest = deque(_moves_of(index, part, table))
+        while rest:
+            found = (table.agent_name, rest[0].remote.memory)
+            if batch and (size == BATCH_BYTES or found != key):
                 yield key[0], batch
                 batch, size = [], 0
-            key = (name, move.remote.memory)
-            batch.append(move)
-            size += move.local.size
-    if batch and key is not None:
+            key = found
+            head, *tail = _split(rest.popleft(), BATCH_BYTES - size)
+            rest.extendleft(tail)
+            batch.append(head)
+            size += head.local.size
+    if batch:
         yield key[0], batch
+
+
+def _split(move: _Move, size: int) -> Sequence[_Move]:
+    """Cut a move after so many bytes, if it is longer."""
+    if move.local.size <= size:
+        return (move,)
+    return [
+        _Move(part=move.part, local=local, remote=remote)
+        for local, remote in zip(move.local.split(size), move.remote.split(size), strict=True)
+    ]
+
+
+def _descriptors(moves: Sequence[_Move]) -> tuple[Sequence[Region], Sequence[Region]]:
+    """Return where a batch comes from and goes to, in as few stretches as it lies in."""
+    local, remote = [moves[0].local], [moves[0].remote]
+    for move in moves[1:]:
+        if local[-1].adjoins(move.local) and remote[-1].adjoins(move.remote):
+            local[-1], remote[-1] = local[-1].joined(move.local), remote[-1].joined(move.remote)
+        else:
+            local.append(move.local)
+            remote.append(move.remote)
+    return local, remote
 
 
 def _moves_of(index: int, part: Part, table: Table) -> Iterator[_Move]:
     start = region_of(part.target).address if part.wanted.size else 0
     for found in table.cut(part.wanted.offset, part.wanted.size):
-        for at in range(0, found.size, BATCH_BYTES):
-            size = min(BATCH_BYTES, found.size - at)
-            remote = Region(found.address + at, size, found.memory, found.device)
-            yield _Move(part=index, local=Region(start, size), remote=remote)
-            start += size
+        remote = Region(found.address, found.size, found.memory, found.device)
+        yield _Move(part=index, local=Region(start, found.size), remote=remote)
+        start += found.size
 
 
 def _merged(regions: Iterator[Region]) -> Sequence[Region]:

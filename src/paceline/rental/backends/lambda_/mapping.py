@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from paceline.core.address import join_address
 from paceline.core.errors import UsageError
 from paceline.rental.answers import (
     Refusal,
@@ -242,13 +243,14 @@ def status_of(
         state = InstanceState.LOADING
     type_name = text_at(row, "instance_type", "name")
     is_running = state is InstanceState.RUNNING
+    endpoint = f"ssh://{ssh_user}@{join_address(address, ssh_port)}"
     return InstanceStatus(
         state=state.value,
         gpu_name=text_at(row, "instance_type", "gpu_description"),
         num_gpus=count_at(row, "instance_type", "specs", "gpus") or lambda_width(type_name) or 0,
         # by our own clock: the provider tells no times
         uptime_s=max(0.0, now_s - h.created_at),
-        public_endpoint=f"ssh://{ssh_user}@{address}:{ssh_port}" if is_running else None,
+        public_endpoint=endpoint if is_running else None,
         raw=dict(row),
     )
 

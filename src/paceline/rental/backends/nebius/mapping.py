@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
+from paceline.core.address import join_address
 from paceline.core.errors import UsageError
 from paceline.rental.answers import Refusal, at, count_at, number_at, rows_at, text_at
 from paceline.rental.catalogue import NEBIUS, Board, GpuTarget, parse_target, words_of
@@ -378,7 +379,7 @@ def status_of(
     created_s = _epoch_s(text_at(row, "metadata", "created_at"))
     preset = text_at(row, "spec", "resources", "preset")
     width = re.match(r"([0-9]+)gpu-", preset)
-    endpoint = f"ssh://{ssh_user}@{address}:{ssh_port}"
+    endpoint = f"ssh://{ssh_user}@{join_address(address, ssh_port)}"
     return InstanceStatus(
         state=state.value,
         gpu_name=text_at(row, "spec", "resources", "platform"),

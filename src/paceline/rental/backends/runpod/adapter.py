@@ -1,8 +1,10 @@
 """Pods on RunPod, reached by ssh."""
 
+import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from paceline.rental import creation, waiting
 from paceline.rental.backends.defaults import Parts, default_parts
@@ -51,6 +53,7 @@ class RunpodBackend:
         self._client = RunpodClient(self._config, key=self._key, parts=self._parts.http)
         self._clock = self._parts.clock
         self._ended: set[str] = set()
+        self._ports: tuple[int, ...] = ()
         self._reach = Reach(
             status=self.status,
             connect=self._parts.ssh_remote,
@@ -68,6 +71,12 @@ class RunpodBackend:
         }
         return mapping.offers_of(rows, c)
 
+    def with_ports(self, ports: Sequence[int]) -> Self:
+        """Return it such that pods have these TCP ports reached from outside."""
+        other = copy.copy(self)
+        other._ports = tuple(ports)  # noqa: SLF001 - the same class
+        return other
+
     def provision(
         self, offer_id: str, *, disk_gb: int, image: str, ssh_pubkey_path: Path, label: str
     ) -> InstanceHandle:
@@ -79,6 +88,7 @@ class RunpodBackend:
             image=image or self._config.image,
             public_key=creation.read_public_key(ssh_pubkey_path),
             label=label,
+            ports=self._ports,
         )
         created_at = self._clock.time()
         return creation.create(

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Final
 
+from paceline.core.address import PORT_MAX, join_address
 from paceline.core.errors import UsageError
 from paceline.rental.answers import (
     Refusal,
@@ -40,6 +41,7 @@ from paceline.rental.model import (
 
 BACKEND: Final = RUNPOD
 LABEL_CHARS_MAX: Final = 191
+SSH_PORT: Final = 22
 VOLUME_GB_MIN: Final = 10
 NEWBORN_S: Final = 30.0
 """For so long after its creation a pod may be answered 404 although it is there."""
@@ -194,7 +196,7 @@ def price_of(gpus_dph: float, *, disk_gb: int, container_disk_gb: int = 20) -> f
     return round(gpus_dph + disks_gb * _DISK_USD_PER_GB_MONTH / _HOURS_PER_MONTH, 6)
 
 
-def create_body(
+def create_body(  # noqa: PLR0913 - what a pod is made of
     offer_id: str,
     *,
     disk_gb: int,
@@ -202,6 +204,7 @@ def create_body(
     image: str,
     public_key: str,
     label: str,
+    ports: Iterable[int] = (),
 ) -> dict[str, object]:
     """Return the body of a create call; unknown fields would be refused, so there are none.
 
@@ -227,7 +230,7 @@ def create_body(
         "disk": container_disk_gb,
         "mounts": {"persistent": {"size": max(disk_gb, VOLUME_GB_MIN), "path": "/workspace"}},
         # without it there is never a direct address, and the proxy has neither rsync nor scp
-        "ports": ["22/tcp"],
+        "ports": ["22/tcp", *(f"{port}/tcp" for port in ports)],
         "env": {"PUBLIC_KEY": public_key, "SSH_PUBLIC_KEY": public_key},
         "startSsh": True,
     }
@@ -279,7 +282,20 @@ def status_of(
         uptime_s=None if created_s is None else max(0.0, now_s - created_s),
         public_endpoint=endpoint if state is InstanceState.RUNNING else None,
         raw=dict(row),
+        ports=ports_of(row),
     )
+
+
+def ports_of(row: Mapping[str, object]) -> dict[int, str]:
+    """Return where each TCP port of a pod is reached, as far as it is public; ssh apart."""
+    found: dict[int, str] = {}
+    for entry in rows_at(row, "runtime", "ports"):
+        inside, outside = count_at(entry, "private"), count_at(entry, "public")
+        host = text_at(entry, "ip")
+        is_tcp = text_at(entry, "type") == "tcp" and inside != SSH_PORT
+        if is_tcp and host and 0 < inside <= PORT_MAX and 0 < outside <= PORT_MAX:
+            found[inside] = join_address(host, outside)
+    return found
 
 
 def failure_of(status: InstanceStatus) -> str | None:
@@ -298,9 +314,10 @@ def endpoint_of(row: Mapping[str, object], *, ssh_user: str) -> str | None:
     host, port = text_at(row, "ssh", "direct", "host"), count_at(row, "ssh", "direct", "port")
     if not host or not port:
         for entry in rows_at(row, "runtime", "ports"):
-            if count_at(entry, "private") == 22 and text_at(entry, "type") == "tcp":  # noqa: PLR2004
+            if count_at(entry, "private") == SSH_PORT and text_at(entry, "type") == "tcp":
                 host, port = text_at(entry, "ip"), count_at(entry, "public")
-    return f"ssh://{ssh_user}@{host}:{port}" if host and 0 < port < 65_536 else None  # noqa: PLR2004
+    is_there = bool(host) and 0 < port <= PORT_MAX
+    return f"ssh://{ssh_user}@{join_address(host, port)}" if is_there else None
 
 
 def cost_of(rows: Iterable[Mapping[str, object]]) -> float | None:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from paceline.core.address import join_address
 from paceline.core.errors import UsageError
 from paceline.rental import waiting
 from paceline.rental.backends.defaults import Parts, default_parts
@@ -176,7 +177,7 @@ class SshBackend:
             self._facts(host).lock,
             h.instance_id,
             now_s=self._parts.clock.time(),
-            endpoint=f"ssh://{host.user}@{host.address}:{host.port}",
+            endpoint=f"ssh://{host.user}@{join_address(host.address, host.port)}",
             raw={
                 "host": host.address,
                 "workspace": f"{directory}/workspace",

@@ -1,8 +1,10 @@
 """Machines on Vast.ai, reached by ssh."""
 
+import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from paceline.core.waiting import wait_until
 from paceline.rental import creation, waiting
@@ -51,6 +53,7 @@ class VastBackend:
         self._config = config or VastConfig.from_environ(self._parts.environ)
         self._client = VastClient(self._config, key=self._key, parts=self._parts.http)
         self._clock = self._parts.clock
+        self._ports: tuple[int, ...] = ()
         self._reach = Reach(
             status=self.status,
             connect=self._parts.ssh_remote,
@@ -62,6 +65,12 @@ class VastBackend:
     def search_offers(self, c: OfferConstraints) -> list[Offer]:
         """Return machines on demand; works without a key."""
         return self._search(c, is_spot=False)
+
+    def with_ports(self, ports: Sequence[int]) -> Self:
+        """Return it such that hosts have ports for these too, and machines get them."""
+        other = copy.copy(self)
+        other._ports = tuple(ports)  # noqa: SLF001 - the same class
+        return other
 
     def search_spot_offers(self, c: OfferConstraints) -> list[Offer]:
         """Return machines that go to the highest bid; ``dph`` is the lowest bid taken now."""
@@ -78,6 +87,7 @@ class VastBackend:
             public_key=public_key,
             label=label,
             max_dph=None,
+            ports=self._ports,
         )
         return self._provision(offer_id, body, public_key)
 
@@ -99,6 +109,7 @@ class VastBackend:
             public_key=public_key,
             label=label,
             max_dph=max_dph,
+            ports=self._ports,
         )
         return self._provision(offer_id, body, public_key)
 
@@ -254,7 +265,7 @@ class VastBackend:
         return None if found is None else found.key
 
     def _search(self, c: OfferConstraints, *, is_spot: bool) -> list[Offer]:
-        filters: dict[str, object] = {}
+        filters: dict[str, object] = {"direct_port_count": {"gte": 1 + len(self._ports)}}
         if self._config.is_verified_only:
             filters["verified"] = {"eq": True}
         if self._config.is_datacenter_only:

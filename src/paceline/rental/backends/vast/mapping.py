@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Final
 
+from paceline.core.address import PORT_MAX, join_address
 from paceline.core.errors import UsageError
 from paceline.rental.answers import (
     Refusal,
@@ -140,7 +141,6 @@ def query_of(
         "inet_down": {"gte": c.min_inet_down_mbps},
         "reliability2": {"gte": c.min_reliability},
         "duration": {"gte": c.min_duration_days * DAY_S},
-        "direct_port_count": {"gte": 1},
         "rentable": {"eq": True},
         "rented": {"eq": False},
         "external": {"eq": False},
@@ -225,7 +225,13 @@ def price_of(row: Mapping[str, object], *, disk_gb: float, is_spot: bool) -> flo
 
 
 def create_body(
-    *, disk_gb: int, image: str, public_key: str, label: str, max_dph: float | None
+    *,
+    disk_gb: int,
+    image: str,
+    public_key: str,
+    label: str,
+    max_dph: float | None,
+    ports: Iterable[int] = (),
 ) -> dict[str, object]:
     """Return the body of a create call; with ``max_dph`` it is a bid.
 
@@ -246,7 +252,7 @@ def create_body(
         "label": label,
         "runtype": "ssh_direct",
         "target_state": "running",
-        "env": {},
+        "env": {f"-p {port}:{port}": "1" for port in ports},
         "onstart": onstart_of(public_key),
         # rather no machine than one that waits, stopped and billed, for its GPUs
         "cancel_unavail": True,
@@ -321,7 +327,22 @@ def status_of(
         uptime_s=None if started_s is None else max(0.0, now_s - started_s),
         public_endpoint=endpoint if state is InstanceState.RUNNING else None,
         raw=dict(row),
+        ports=ports_of(row),
     )
+
+
+def ports_of(row: Mapping[str, object]) -> dict[int, str]:
+    """Return where each TCP port of a machine is reached, by the provider's map; ssh apart."""
+    host = text_at(row, "public_ipaddr")
+    found: dict[int, str] = {}
+    published = at(row, "ports")
+    for name in published if isinstance(published, Mapping) and host else ():
+        inside, _, kind = str(name).partition("/")
+        places = rows_at(row, "ports", str(name))
+        outside = count_at(places[0], "HostPort") if places else 0
+        if kind == "tcp" and inside.isdecimal() and inside != "22" and 0 < outside <= PORT_MAX:
+            found[int(inside)] = join_address(host, outside)
+    return found
 
 
 def _state(row: Mapping[str, object]) -> InstanceState:
@@ -373,7 +394,8 @@ def endpoint_of(row: Mapping[str, object], *, ssh_user: str) -> str | None:
         host, port = text_at(row, "ssh_host"), count_at(row, "ssh_port")
         if "jupyter" in text_at(row, "image_runtype"):
             port += 1  # the proxy's ssh is one above what the record says
-    return f"ssh://{ssh_user}@{host}:{port}" if host and 0 < port < 65_536 else None  # noqa: PLR2004
+    is_there = bool(host) and 0 < port <= PORT_MAX
+    return f"ssh://{ssh_user}@{join_address(host, port)}" if is_there else None
 
 
 def cost_of(rows: Iterable[Mapping[str, object]], instance_id: str) -> float | None:

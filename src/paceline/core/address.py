@@ -6,6 +6,7 @@ from typing import Final
 from paceline.core.errors import PreflightError, UsageError
 
 PORT_MAX: Final = 65535
+LOOPBACK: Final = "127.0.0.1"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -20,6 +21,15 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Return ``host:port``, with brackets where the host needs them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def told_as(host: str) -> str:
+    """Return what others are told of a server that listens on ``host``.
+
+    On every address is no place to dial. Where such a server is reached under other names, there is
+    a tunnel from loopback or a route to it.
+    """
+    return LOOPBACK if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
 
 
 def require_loopback(address: str, *, why: str) -> None:

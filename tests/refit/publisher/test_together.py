@@ -1,0 +1,233 @@
+"""Several processes, one version: they find each other's, and nobody waits for the dead."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.refit.control.ledger import ControlLedger
+from paceline.refit.digest import version_root
+from paceline.refit.errors import ControlError, PublishError
+from paceline.refit.manifest.parse import parse_manifest
+from paceline.refit.model import (
+    Region,
+    VersionRequest,
+    VersionState,
+    WeightPayloadFormat,
+    WorkerRegistration,
+)
+from paceline.refit.publisher import PublishedVersion, Publisher, PublisherOptions
+from paceline.refit.trainers.protocol import Collected
+from paceline.refit.trainers.torch_module import TorchModuleTrainer
+from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
+from paceline.store.memory import MemoryStore
+from paceline.testing.clock import FakeClock
+from paceline.testing.fakes.control import counting
+
+FULL, DELTA = WeightPayloadFormat.FULL_TENSOR, WeightPayloadFormat.XOR_DELTA
+SLOTS = ("a", "b")
+ROWS = 8
+
+
+class Half(TorchModuleTrainer):
+    """One of two processes: half of the rows of one tensor."""
+
+    def __init__(self, slot: str, clock: FakeClock) -> None:
+        super().__init__(clock=clock, transport="memory")
+        self._slot = slot
+        self.weights = torch.zeros(ROWS // 2, 5)
+
+    @property
+    def expected_source_slots(self) -> tuple[str, ...]:
+        return SLOTS
+
+    def _collect(self, source: Any) -> Collected:
+        at = SLOTS.index(self._slot) * ROWS // 2
+        region = Region(global_shape=(ROWS, 5), offsets=(at, 0))
+        return Collected(tensors={"w": self.weights}, regions={"w": region})
+
+
+class WatchedControl(ControlLedger):
+    """Lets the test act while somebody waits: whoever waits asks who lives."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(MemoryStore(clock=clock), nonce=counting())
+        self.meanwhile: list[Callable[[], None]] = []
+
+    def list_workers(self, model_name: str) -> Sequence[WorkerRegistration]:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return super().list_workers(model_name)
+
+
+@dataclass
+class World:
+    """A control plane, and the processes that were started."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    started: list[Publisher] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.control = WatchedControl(self.clock)
+
+    def rank(self, slot: str, *, incarnation: str = "1", name: str = "") -> Publisher:
+        """Start a process."""
+        trainer = Half(slot, self.clock)
+        trainer.bind_tensors({})
+        publisher = Publisher(
+            control=self.control,
+            trainer=trainer,
+            source=MemoryObjectServer(),
+            clock=self.clock,
+            options=PublisherOptions(
+                model_name="m",
+                run_id="run",
+                worker_id=name or f"t-{slot}-{len(self.started)}",
+                incarnation=incarnation,
+                close_wait_s=0.1,
+                heartbeat_wait=lambda seconds: True,  # no heartbeat: tests register
+            ),
+        )
+        publisher.start()
+        self.started.append(publisher)
+        return publisher
+
+    def together(self, first: Publisher, second: Publisher, *, step: int) -> list[PublishedVersion]:
+        """Let the second publish while the first waits for it."""
+        found = []
+        self.control.meanwhile.append(lambda: found.append(self.publish(second, step)))
+        return [self.publish(first, step), *found]
+
+    def publish(self, rank: Publisher, step: int) -> PublishedVersion:
+        """Take a step and publish it."""
+        half: Any = rank._trainer
+        half.weights[0, step % 5] += 1
+        return rank.publish(step=step).result()
+
+    def states(self) -> dict[str, VersionState]:
+        return {version.uid: version.state for version in self.control.list_versions("m")}
+
+    def roots(self, uid: str) -> dict[str, str]:
+        """The root digest of each slot, as its manifest says."""
+        reader = MemoryObjectReader()
+        return {
+            shard.source_slot_id: parse_manifest(
+                reader.read_manifest(shard.manifest_endpoint, size_max=2**20, timeout_s=1)
+            ).root_digest
+            for shard in self.control.list_shards(uid)
+        }
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    for publisher in made.started:
+        publisher.close()
+
+
+def test_whoever_comes_first_makes_the_version(world: World) -> None:
+    """Full, then deltas, in whatever order they come; one root over both slots."""
+    a, b = world.rank("a"), world.rank("b")
+    rounds = [
+        world.together(*pair, step=step) for step, pair in enumerate([(a, b), (b, a), (a, b)])
+    ]
+    for step, (one, other) in enumerate(rounds):
+        assert one.version_id == other.version_id == f"run-{step:06d}"
+        assert one.root_digest == other.root_digest
+        assert one.payload_format is other.payload_format is (DELTA if step else FULL)
+        version = world.control.get_version(one.version_id)
+        assert version.state is VersionState.READY
+        assert version.expected_source_slots == SLOTS
+        assert version.description is not None
+        roots = world.roots(one.version_id)
+        assert version.description.root_digest == version_root(roots) == one.root_digest
+        before = rounds[step - 1][0].root_digest if step else None
+        assert version.description.parent_root == before
+        assert version.description.full_bytes == ROWS * 5 * 4
+
+
+def test_nobody_waits_for_the_dead(world: World) -> None:
+    """A version that lacks their slot fails; after a restart the next is full."""
+    a, b = world.rank("a"), world.rank("b")
+    world.together(a, b, step=0)
+    asked_s = world.clock.monotonic()
+    with pytest.raises(PublishError, match="lacks b, whose process is gone"):
+        world.publish(a, 1)
+    assert world.clock.monotonic() - asked_s < 5
+    assert world.states()["run-000001"] is VersionState.RELEASING
+    again = world.rank("b")
+    for published in world.together(a, again, step=2):
+        assert (published.version_id, published.payload_format) == ("run-000002", FULL)
+    for published in world.together(again, a, step=3):
+        assert published.payload_format is DELTA
+
+
+def test_a_process_that_never_came_is_waited_for_until_the_deadline(world: World) -> None:
+    a = world.rank("a")
+    with pytest.raises(PublishError, match="lacks b after 60 s"):
+        world.publish(a, 0)
+
+
+def test_a_process_without_a_base_makes_all_start_anew(world: World) -> None:
+    """It cannot join a delta: that one is given up, and the next is full for everybody."""
+    a, b = world.rank("a"), world.rank("b")
+    world.together(a, b, step=0)
+    fresh = world.rank("b")
+    problems: list[PublishError] = []
+
+    def try_it() -> None:
+        with pytest.raises(PublishError) as caught:
+            world.publish(fresh, 1)
+        problems.append(caught.value)
+
+    world.control.meanwhile.append(try_it)
+    with pytest.raises(PublishError):
+        world.publish(a, 1)
+    assert len(problems) == 1
+    for published in world.together(a, fresh, step=2):
+        assert published.payload_format is FULL
+
+
+def test_what_another_start_left_is_not_gone_on_with(world: World) -> None:
+    """The same step of an earlier start of all processes is another version."""
+    left = VersionRequest(
+        model_name="m",
+        idempotency_key="run-000000:step 0:1",
+        payload_format=FULL,
+        expected_source_slots=SLOTS,
+        uid="run-000000",
+    )
+    world.control.create_version(left)
+    a, b = world.rank("a", incarnation="2"), world.rank("b", incarnation="2")
+    first, second = world.together(b, a, step=0)
+    assert first.version_id == second.version_id == "run-000001"
+
+
+def test_another_step_is_another_version(world: World) -> None:
+    """A process that is a step ahead does not fill a slot of the step before."""
+    a, b = world.rank("a"), world.rank("b")
+
+    def ahead() -> None:
+        with pytest.raises(PublishError, match="lacks a"):
+            world.publish(b, 1)
+
+    world.control.meanwhile.append(ahead)
+    with pytest.raises((PublishError, ControlError)):
+        world.publish(a, 0)
+    for published in world.together(a, b, step=2):
+        assert published.payload_format is FULL
+
+
+def test_a_restarted_process_gives_up_what_it_had_filled(world: World) -> None:
+    """Its bytes went with it, so the version must never become READY."""
+    a = world.rank("a")
+
+    def restart() -> None:
+        world.rank("a", name="t-a-again")
+
+    world.control.meanwhile.append(restart)
+    with pytest.raises(PublishError, match="given up by another process"):
+        world.publish(a, 0)
