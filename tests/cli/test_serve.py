@@ -49,6 +49,8 @@ def test_missing_setting(missing: str) -> None:
     [
         ([], PreflightError, "/nowhere/credentials.json"),
         (["--threads", "0"], UsageError, "threads"),
+        (["--quantised", "fp8-block"], UsageError, "GLOB=SCHEME"),
+        (["--lora", "--draft-model", "x"], UsageError, "leave one out"),
     ],
 )
 def test_wrong_setting(

@@ -22,7 +22,7 @@ TIMEOUT_S = 90.0
 PROMPT = [10, 11, 12]
 TOKENS = 12
 IN_WRITE = "update-in-write:30"
-"""In the middle of the second update: the first one writes 25 tensors of one chunk each."""
+"""In the middle of the second update: the first one writes 24 tensors of one chunk each."""
 LATER = ("leased", "fetched", "staged", "written", "labelled", "following", "proven")
 STAGES = (
     ("twice", IN_WRITE),

@@ -5,7 +5,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from paceline.core.errors import PacelineError, PreflightError, UsageError
@@ -60,8 +62,11 @@ def assert_refused(config: EngineServiceConfig, error: type[PacelineError], matc
 
 
 def test_starts_and_stops(place: Place) -> None:
-    """An engine is registered when it answers, and stopping it twice is fine."""
-    service = compose.start_engine(place.config)
+    """An engine is registered when it answers, says how it is made, and may be stopped twice."""
+    engine = replace(place.config.engine, weights="twice")
+    service = compose.start_engine(replace(place.config, engine=engine))
+    health = httpx.get(f"{service.endpoint}/health", trust_env=False).json()
+    assert (health["state"], health["weights_held"]) == ("loading", "twice")
     assert service.health().state is EngineState.LOADING
     plane = compose.connect_control(place.config.control, token=place.tokens["operator"])
     assert [each.worker_id for each in plane.list_workers("m")] == [service.worker_id]
@@ -88,6 +93,22 @@ def test_no_model(place: Place, tmp_path: Path) -> None:
 def test_unknown_engine(place: Place) -> None:
     """An engine that does not exist is answered with those that do."""
     assert_refused(replace(place.config, engine_name="x"), UsageError, "known: .*transformers")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"weights": "twice"}, "--weights"),
+        ({"lora": True}, "--lora"),
+        ({"quantised": {"*": "fp8-block"}}, "--quantised"),
+    ],
+)
+def test_options_of_another_engine(place: Place, options: dict[str, Any], word: str) -> None:
+    """What only the embedded engine knows is refused before another one is started."""
+    engine = replace(place.config.engine, **options)
+    config = replace(place.config, engine=engine, engine_name="vllm")
+    with pytest.raises(UsageError, match=f"'vllm' does not know {word}"):
+        compose.start_any_engine(config)
 
 
 def test_wrong_token(place: Place, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.generators.protocol import EngineConfig, Generation, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.generators.transformers.sets import view_named
+from paceline.refit.generators.transformers.sets import Models, WeightSet, view_named
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
@@ -93,6 +93,13 @@ class Follower:
             clock=clock,
             chance=lambda: 0.0,
         )
+
+    @property
+    def models(self) -> Models:
+        """The models whose weights are live."""
+        live = self.engine._sets._sets[0]
+        assert isinstance(live, WeightSet)
+        return live.models
 
     def settle(self) -> None:
         """Install whatever there is."""

@@ -117,8 +117,7 @@ def test_good_guesses_save_passes(run: MemoryRun, *, is_equal: bool, most: int) 
     publish(run, {**run.model.state(), **state})
     follower.settle()
     passes: list[int] = []
-    model = follower.engine._sets._sets[0].models.main  # type: ignore[union-attr]
-    model.register_forward_pre_hook(lambda module, given: passes.append(1))
+    follower.models.main.register_forward_pre_hook(lambda module, given: passes.append(1))
     follower.generate(PROMPT, replace(LONG, temperature=0))
     assert 0 < len(passes) <= most
     assert is_equal or len(passes) > 10
@@ -135,7 +134,7 @@ def test_both_go_in_together(run: MemoryRun, follower: Follower, draft_dir: Path
     publish(run, second, base=first)
     follower.settle()
     assert root_of(dict(follower.gate.live_tensors())) == root_of(second)
-    draft = follower.engine._sets._sets[0].models.draft  # type: ignore[union-attr]
+    draft = follower.models.draft
     assert draft is not None
     wanted = draft_model(draft_dir, seed=3).state_dict()
     for name, tensor in draft.state_dict().items():

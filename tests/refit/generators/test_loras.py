@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from paceline.core.errors import PreflightError, UsageError
+from paceline.core.errors import DeadlineExceededError, PreflightError, UsageError
 from paceline.refit.digest import root_digest
 from paceline.refit.generators.protocol import EngineConfig, EngineState, Generation, Sampling
 from paceline.refit.generators.transformers.loading import load_model
@@ -84,7 +84,7 @@ class Trained:
 
 def base_of(model: Any) -> torch.nn.Module:
     """Return a model without its LoRA, names and all."""
-    fresh = tiny_model(Path(model.get_base_model().config._name_or_path), seed=0)
+    fresh: torch.nn.Module = tiny_model(Path(model.get_base_model().config._name_or_path), seed=0)
     fresh.load_state_dict(
         {
             name.replace("base_layer.", ""): tensor
@@ -180,6 +180,32 @@ def test_another_rank_and_other_modules(run: MemoryRun, follower: Follower) -> N
         assert tokens(follower.generate(PROMPT, GREEDY)) == trained.greedy()
         assert run.sequence == follower.receiver.newest
     assert follower.receiver.figures()["refusals"] == 0
+
+
+def test_another_rank_at_the_second_try(
+    run: MemoryRun, trained: Trained, follower: Follower, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a first try left in the spare set is never taken for what the live one held."""
+    publish(run, trained.state(), trained.describe())
+    follower.settle()
+    other = new_trained(run, r=8)
+    publish(run, other.state(), other.describe())
+    at_safe_point = follower.engine.at_safe_point
+
+    def too_late(*args: Any, **options: Any) -> float:
+        follower.engine.at_safe_point = at_safe_point  # type: ignore[method-assign]
+        raise DeadlineExceededError("no safe point")
+
+    follower.engine.at_safe_point = too_late  # type: ignore[method-assign]
+    follower.settle()
+    assert tokens(follower.generate(PROMPT, GREEDY)) == trained.greedy()
+    follower.receiver._refusals.keep_only(frozenset())
+    follower.settle()
+    assert tokens(follower.generate(PROMPT, GREEDY)) == other.greedy()
+    spare = follower.gate.spare_weights()
+    assert spare is not None
+    assert root_of(dict(spare.tensors())) == root_of(other.state())
+    assert "damaged" not in caplog.text
 
 
 def without(state: State, part: str) -> State:

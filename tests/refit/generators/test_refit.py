@@ -14,7 +14,7 @@ import safetensors
 from paceline.core.waiting import wait_until
 from paceline.refit.errors import ApplyError, EngineNotReadyError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState, Sampling
-from paceline.refit.generators.transformers.sets import WeightSets, view_named
+from paceline.refit.generators.transformers.sets import view_named
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.policy import UpdatePolicy
@@ -162,9 +162,7 @@ class TestWhen:
             inside.set()
             leave.wait(30)
 
-        sets = follower.engine._sets
-        assert isinstance(sets, WeightSets)
-        handle = sets._sets[0].models.main.register_forward_pre_hook(hold)
+        handle = follower.models.main.register_forward_pre_hook(hold)
         future = follower.gate.submit(PROMPTS[2], GREEDY)
         assert inside.wait(30)
         updating = threading.Thread(target=follower.settle)

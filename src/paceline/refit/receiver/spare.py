@@ -42,7 +42,7 @@ class SpareSet:
         self._holds: Content | None = None
         """Of what the spare set holds for certain."""
         self._live_holds: Content | None = None
-        """Of what the live set held when the spare one was brought level with it."""
+        """Of what the live set held when the spare one was level with it; None: it was not."""
 
     def forget(self) -> None:
         """Take the spare set for unknown: it is copied anew before it is used."""
@@ -54,9 +54,11 @@ class SpareSet:
         Raises:
             VerifyError: the copy is not what ``base`` says, so the live set is not either.
         """
-        self._live_holds = None if base is None else _content(base.values())
-        if base is not None and self._holds != self._live_holds and self._is_alike():
-            self._copy_live(base)
+        self._live_holds = None
+        if base is not None and self._is_alike():
+            self._live_holds = _content(base.values())
+            if self._holds != self._live_holds:
+                self._copy_live(base)
         return self._weights.tensors()
 
     def _is_alike(self) -> bool:
