@@ -78,10 +78,13 @@ class Follower:
         policy: UpdatePolicy = UpdatePolicy.IMMEDIATE,
         reproducible: bool = True,
         names: str = "memory",
+        device: str = "cpu",
     ) -> None:
         """Join the run; nothing is installed before ``receiver.step``."""
         clock = system_clock()
-        config = EngineConfig(model_dir=run.model.model_dir, reproducible=reproducible, names=names)
+        config = EngineConfig(
+            model_dir=run.model.model_dir, reproducible=reproducible, names=names, device=device
+        )
         self.engine = TransformersEngine(config, clock=clock, new_seed=lambda: 7)
         self.gate = UpdateGate(self.engine, policy=policy, drain_s=30, clock=clock)
         self.receiver = Receiver(

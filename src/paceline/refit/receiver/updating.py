@@ -7,6 +7,7 @@ everybody else, for every engine alike.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import EngineNotReadyError, RefitError
@@ -18,6 +19,7 @@ from paceline.refit.generators.protocol import (
     OnPiece,
     RolloutEngine,
     Sampling,
+    device_tensors_of,
     proof_of,
     submit_stream,
 )
@@ -87,6 +89,10 @@ class UpdateGate:
     def tensor_aliases(self) -> Mapping[str, str]:
         """Return the engine's."""
         return self._engine.tensor_aliases()
+
+    def device_tensors(self) -> Mapping[str, Any]:
+        """Return the engine's."""
+        return device_tensors_of(self._engine)
 
     def installed(self) -> InstalledVersion | None:
         """Return the engine's."""

@@ -10,6 +10,7 @@ which tokens came from which.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class Row:
 class RunningBatch:
     """Rows in flight and their cache; used by one thread, outside of any lock but the gate."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self.clear()
 
@@ -195,7 +196,7 @@ class SoloBatches:
     A matrix product of another shape may add up in another order, and a padded attention too.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self.clear()
 

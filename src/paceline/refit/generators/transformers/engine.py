@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from paceline.refit.generators.protocol import (
 from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch, SoloBatches
 from paceline.refit.generators.transformers.gate import PassGate
 from paceline.refit.generators.transformers.loading import load_model
+from paceline.refit.generators.transformers.on_device import HOST, OnDevice
 from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.refit.generators.transformers.tensors import view_live_tensors
 from paceline.refit.generators.transformers.text import GrowingText
@@ -54,10 +56,13 @@ class TransformersEngine:
         self._config = config
         self._new_seed = new_seed
         self._loaded = load_model(config)
-        self._live = view_live_tensors(self._loaded.model, names=config.names)
+        model = self._loaded.model
+        self._device = None if config.device == HOST else OnDevice(model, config.device)
+        self._live = view_live_tensors(self._device or model, names=config.names)
+        self._there = self._device.tensors_of(self._live.buffers) if self._device else {}
         self._gate = PassGate(clock=clock)
         batch_class = SoloBatches if config.reproducible else RunningBatch
-        self._batch: RunningBatch | SoloBatches = batch_class(self._loaded.model)
+        self._batch: RunningBatch | SoloBatches = batch_class(self._device or model)
         self._work = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._is_closed = False
@@ -71,6 +76,10 @@ class TransformersEngine:
     def tensor_aliases(self) -> Mapping[str, str]:
         """Return further names of tied tensors -> the name in ``live_tensors``."""
         return self._live.aliases
+
+    def device_tensors(self) -> Mapping[str, Any]:
+        """Return the tensors on the device; the live ones are their copy. None on ``cpu``."""
+        return self._there
 
     def at_safe_point(
         self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -19,13 +20,21 @@ class LiveTensors:
     aliases: Mapping[str, str]
 
 
+class HasState(Protocol):
+    """A module, or what stands in host memory for one that is elsewhere."""
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        """Return every tensor by name."""
+        ...
+
+
 NAMES = ("memory", "checkpoint")
 
 EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 """Of all experts of a layer in one tensor [experts, ...]."""
 
 
-def view_live_tensors(module: torch.nn.Module, *, names: str = "memory") -> LiveTensors:
+def view_live_tensors(module: HasState, *, names: str = "memory") -> LiveTensors:
     """Return writable byte views of every tensor in the state dict, persistent buffers included.
 
     Under ``checkpoint`` names the tensors of a mixture's experts are views of their own. Names of
