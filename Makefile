@@ -12,7 +12,7 @@ PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 
 # what must be tested whole: the code that decides
-PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/rental/failover.py,*/rental/hosts.py,*/rental/budget.py,*/rental/costs.py,*/rental/relaxing.py,*/rental/death.py,*/rental/acceptance.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/rental/failover.py,*/rental/hosts.py,*/rental/budget.py,*/rental/costs.py,*/rental/relaxing.py,*/rental/death.py,*/rental/acceptance.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/wire/fields.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types layers clients unit vllm engines coverage proto proto-check peer nightly bench docs format system image constraints clean
