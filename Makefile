@@ -113,6 +113,7 @@ nightly: setup system peer vllm  ## the simulations at length, and what takes en
 	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/receiver/test_fetch.py
 	$(BIN)/pytest -n 2 --timeout 400 -m 'slow or not slow' tests/e2e
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 3600 -m 'slow or not slow' tests/hostile/test_killed_apply.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

@@ -6,7 +6,7 @@ and, under ``objects``, the payload objects by their ids: what a worker serves, 
 
 import fcntl
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,19 +78,27 @@ def read_checkpoint(path: Path) -> dict[str, TensorBuffer]:
     """Map the tensors of a checkpoint; nothing is read before it is used.
 
     Raises:
-        VerifyError: there are none, a name comes twice, or a file is no safetensors.
+        VerifyError: there are none, a name comes twice, a file is no safetensors, or a write has
+            not ended.
     """
+    _refuse_half_written(_journal_of(path))
     return _tensors_in(path, {file: _mapped(file) for file in _files(path)})
 
 
 def apply_version(
-    version: Version, path: Path, *, tools: Tools, dry_run: bool = False
+    read: Callable[[Tensors], Version], path: Path, *, tools: Tools, dry_run: bool = False
 ) -> StagedInstall:
     """Write a version into the files of a checkpoint; they are old or new, also after a crash.
 
     What a crash has left is taken back first. The journal lies beside the weights.
 
     One process at a time; the files are locked meanwhile, which a crash ends.
+
+    Args:
+        read: returns the version, given the tensors that it is to be applied to.
+        path: the checkpoint.
+        tools: what the work is done with.
+        dry_run: prove everything and write nothing.
 
     Raises:
         VerifyError: the version does not apply to these files, or another process is at them;
@@ -100,13 +108,18 @@ def apply_version(
     """
     with _held(_files(path)) as files:
         maps = {file: mmap.mmap(handle.fileno(), 0) for file, handle in files.items()}
-        return _apply(version, path, maps, tools=tools, dry_run=dry_run)
+        return _apply(read, path, maps, tools=tools, dry_run=dry_run)
 
 
 def _apply(
-    version: Version, path: Path, maps: Mapping[Path, mmap.mmap], *, tools: Tools, dry_run: bool
+    read: Callable[[Tensors], Version],
+    path: Path,
+    maps: Mapping[Path, mmap.mmap],
+    *,
+    tools: Tools,
+    dry_run: bool,
 ) -> StagedInstall:
-    journal = (path if path.is_dir() else path.parent) / _JOURNAL.format(path.stem)
+    journal = _journal_of(path)
     live = _tensors_in(path, maps)
     for file, data in maps.items():
         if has_checksums(memoryview(data)):
@@ -116,10 +129,10 @@ def _apply(
         for data in maps.values():
             data.flush()
 
-    if dry_run and journal.exists():
-        raise VerifyError(f"{journal} is of a write that crashed: apply a version to take it back")
+    if dry_run:
+        _refuse_half_written(journal)
     recover(journal, live, flush=flush)
-    manifest, objects = version
+    manifest, objects = read(live)
     staged = stage_install(
         manifest,
         objects,
@@ -132,6 +145,17 @@ def _apply(
         kept = FileJournal(journal, live=live, flush=flush)
         write_install(staged, tools=tools, journal=kept, prove=True)
     return staged
+
+
+def _journal_of(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / _JOURNAL.format(path.stem)
+
+
+def _refuse_half_written(journal: Path) -> None:
+    if journal.exists():
+        raise VerifyError(
+            f"{journal} is of a write that is going on or crashed: apply a version to take it back"
+        )
 
 
 def _files(path: Path) -> list[Path]:
