@@ -12,7 +12,7 @@ PEER_VENV   := .venv-peer
 PEER_TOOLS  := modelexpress==0.7.0 torch==2.13.0
 
 # what must be tested whole: the code that decides
-PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/rental/failover.py,*/rental/hosts.py,*/rental/budget.py,*/rental/costs.py,*/rental/relaxing.py,*/rental/death.py,*/rental/acceptance.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
+PURE := src/paceline/core/*,*/lifecycle.py,*/plan.py,*/plan/*,*/retention.py,*/rental/failover.py,*/rental/hosts.py,*/rental/budget.py,*/rental/costs.py,*/rental/relaxing.py,*/rental/death.py,*/rental/acceptance.py,*/digest.py,*/manifest/*,*/delta/*,*/records.py,*/convert.py,*/wire/fields.py,*/mapping.py,*/catalogue.py,*/spec.py,*/queries.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types layers clients unit vllm engines coverage proto proto-check peer nightly bench docs format system image constraints clean
@@ -115,6 +115,7 @@ nightly: setup system peer vllm  ## the simulations at length, and what takes en
 	$(BIN)/pytest -m slow --timeout 1200 tests/refit/trainers tests/examples
 	$(BIN)/pytest -m "slow or not slow" --timeout 600 tests/refit/publisher/test_resuming.py tests/refit/trainers/test_matrix.py
 	$(BIN)/pytest -n 2 --timeout 400 -m 'slow or not slow' tests/e2e
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 3600 -m 'slow or not slow' tests/hostile/test_killed_apply.py
 
 proto: $(PROTO_VENV)/bin/python  ## write the protobuf modules again
 	PYTHONPATH=src $(PROTO_VENV)/bin/python src/paceline/refit/wire/generate.py

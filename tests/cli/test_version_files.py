@@ -116,21 +116,26 @@ from paceline.refit.delta.codec import Tools
 from paceline.testing.crash_victim import Dying, DyingLoops
 
 tools = Tools(loops=DyingLoops(Dying(1)))
-inspection.apply_version(inspection.read_version(Path(sys.argv[1])), Path(sys.argv[2]), tools=tools)
+folder, checkpoint = map(Path, sys.argv[1:])
+inspection.apply_version(lambda base: inspection.read_version(folder), checkpoint, tools=tools)
 """
 
 
-def test_apply_after_a_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("next_format", ["paceline", "canonical"])
+def test_apply_after_a_crash(tmp_path: Path, next_format: str) -> None:
     """Killed half-way through a tensor, the next call takes it back first and then goes through."""
     v0, v1 = checkpoints(tmp_path, 2)
     run("diff", v0, v1, "--write", tmp_path / "d")
+    run("diff", v0, v1, "--write", tmp_path / "next", "--format", next_format)
     before = v0.read_bytes()
     done = subprocess.run([sys.executable, "-c", DIES, tmp_path / "d", v0], check=False, timeout=60)
     assert done.returncode == 9
     assert v0.read_bytes() not in {before, v1.read_bytes()}
     with pytest.raises(VerifyError, match="crashed"):
-        run("apply", tmp_path / "d", v0, "--dry-run")
-    run("apply", tmp_path / "d", v0)
+        run("apply", tmp_path / "next", v0, "--dry-run")
+    with pytest.raises(VerifyError, match="crashed"):
+        run("diff", v0, v1)
+    run("apply", tmp_path / "next", v0)
     assert v0.read_bytes() == v1.read_bytes()
     assert not list(tmp_path.glob(".*"))
 

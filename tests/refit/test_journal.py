@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.refit.delta.order import kind_of
-from paceline.refit.errors import UncertainStateError
+from paceline.refit.errors import ApplyError, UncertainStateError
 from paceline.refit.journal import FileJournal, recover
 from paceline.refit.kernels.registry import load_loops
 from paceline.refit.model import TensorBuffer
@@ -18,6 +18,7 @@ from paceline.testing.crash_victim import COUNT, tensors
 
 VICTIM = "paceline.testing.crash_victim"
 WRITES_MAX = 20
+SEAL_BYTES = 45
 
 
 def states() -> tuple[bytes, bytes]:
@@ -59,11 +60,13 @@ def test_killed_at_every_write(tmp_path: Path) -> None:
 
 def journal_of(path: Path, *, name: str = "a", width: int = 2, at: int = 3) -> None:
     """A complete journal of one change."""
-    journal = FileJournal(path, flush=lambda: None)
     words = np.zeros(10, dtype=f"<u{width}")
     new = words.copy()
     new[at] = 1
-    kind = kind_of({1: "U8", 2: "U16"}[width])
+    dtype = {1: "U8", 2: "U16"}[width]
+    kind = kind_of(dtype)
+    live = {name: TensorBuffer(name=name, dtype=dtype, shape=(10,), data=words.data.cast("B"))}
+    journal = FileJournal(path, live=live, flush=lambda: None)
     steps = load_loops("numpy").diff(words, new, kind, first=0, most=10)
     journal.keep(name, 0, steps, words[at : at + 1])
     journal.seal()
@@ -82,27 +85,77 @@ def test_journals_of_other_weights_are_refused(tmp_path: Path) -> None:
     assert bytes(data) == b"\1" * 8
 
 
-def test_damaged_journals_were_never_sealed(tmp_path: Path) -> None:
-    """Cut anywhere, or with a wild length, a journal counts as not sealed: nothing is put back."""
+def four_words() -> tuple[dict[str, TensorBuffer], memoryview]:
+    """What ``journal_of`` has kept the fourth word of, once that was overwritten."""
+    data = memoryview(bytearray(6) + bytearray(b"\1\1"))
+    return {"a": TensorBuffer(name="a", dtype="U16", shape=(4,), data=data)}, data
+
+
+def test_cut_journals_were_never_sealed(tmp_path: Path) -> None:
+    """Cut anywhere, or with pages that never reached the disk: nothing was written or put back."""
     whole = tmp_path / "whole"
     journal_of(whole)
     content = whole.read_bytes()
-    wild = bytearray(content)
-    struct.pack_into("<Q", wild, 16 + 13, 2**60)
-    data = memoryview(bytearray(b"\1" * 8))
-    live = {"a": TensorBuffer(name="a", dtype="U16", shape=(4,), data=data)}
-    for damaged in (*(content[:size] for size in range(len(content))), bytes(wild)):
+    live, data = four_words()
+    for damaged in (*(content[:size] for size in range(len(content))), bytes(len(content))):
         path = tmp_path / "cut"
         path.write_bytes(damaged)
         assert not recover(path, live, flush=lambda: None)
         assert not path.exists()
-    assert bytes(data) == b"\1" * 8
+    assert bytes(data) == bytes(6) + b"\1\1"
     assert recover(whole, live, flush=lambda: None)
-    assert bytes(data) == b"\1" * 6 + b"\0\0"
+    assert bytes(data) == bytes(8)
+
+
+def test_damage_behind_a_seal_is_not_taken_for_no_seal(tmp_path: Path) -> None:
+    """Words were written under a seal: a journal that rots is refused and stays."""
+    path = tmp_path / "journal"
+    journal_of(path)
+    content = path.read_bytes()
+    seal = content[-SEAL_BYTES:]
+    live, data = four_words()
+    for bit in range(8 * (len(content) - len(seal))):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(UncertainStateError):
+            recover(path, live, flush=lambda: None)
+        assert path.read_bytes() == damaged
+    wild = bytearray(content)
+    struct.pack_into("<Q", wild, 16 + 13, 2**60)
+    path.write_bytes(wild)
+    with pytest.raises(UncertainStateError, match="damaged"):
+        recover(path, live, flush=lambda: None)
+    assert bytes(data) == bytes(6) + b"\1\1"
+
+
+def test_weights_put_there_anew_are_not_written_to(tmp_path: Path) -> None:
+    """After a crash somebody copies other weights of the same shape over: they stay as they are."""
+    journal_of(tmp_path / "journal")
+    live, data = four_words()
+    data[2] = 7
+    with pytest.raises(UncertainStateError, match="not the tensor"):
+        recover(tmp_path / "journal", live, flush=lambda: None)
+    assert bytes(data) == b"\0\0\7\0\0\0\1\1"
+
+
+def test_a_disk_that_refuses(tmp_path: Path) -> None:
+    """No room for a journal is an error of ours; weights that cannot be made safe keep theirs."""
+    with pytest.raises(ApplyError, match="no journal"):
+        FileJournal(tmp_path / "missing" / "journal", live={}, flush=lambda: None)
+    journal_of(tmp_path / "journal")
+    live, _ = four_words()
+
+    def refuse() -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(UncertainStateError, match="Input/output"):
+        recover(tmp_path / "journal", live, flush=refuse)
+    assert recover(tmp_path / "journal", live, flush=lambda: None)
 
 
 def test_a_journal_is_never_overwritten(tmp_path: Path) -> None:
     """Starting an install over a journal that nobody recovered from is refused."""
     journal_of(tmp_path / "journal")
     with pytest.raises(FileExistsError):
-        FileJournal(tmp_path / "journal", flush=lambda: None)
+        FileJournal(tmp_path / "journal", live={}, flush=lambda: None)

@@ -25,7 +25,7 @@ CRASH_LOOK_S = 0.5
     help="Directory with config.json and a tokenizer; weights come from the trainer.",
 )
 @click.option("--dtype", default="bfloat16", help="Of the parameters; must be the trainer's.")
-@click.option("--device", default="cpu", help="Where the model runs.")
+@click.option("--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1 ...")
 @click.option("--threads", default=1, help="Threads of the math library.")
 @click.option("--max-batch", default=32, help="Choices generated together.")
 @click.option("--max-waiting", default=256, help="Prompts in the queue; more are refused.")

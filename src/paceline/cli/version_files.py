@@ -13,7 +13,7 @@ from paceline.refit.inspection import HISTOGRAM_ULPS, TensorDiff
 
 if TYPE_CHECKING:
     from paceline.refit.delta.codec import Tools
-    from paceline.refit.inspection import Version
+    from paceline.refit.inspection import Tensors, Version
 
 _FOLDER = click.Path(path_type=Path)
 _EXISTING = click.Path(path_type=Path, exists=True)
@@ -110,8 +110,13 @@ def apply(*, version: Path, checkpoint: Path, dry_run: bool, as_json: bool) -> N
     from paceline.refit.kernels.registry import process_tools
 
     tools = process_tools()
-    found_version = _read(version, checkpoint, tools)
-    staged = inspection.apply_version(found_version, checkpoint, tools=tools, dry_run=dry_run)
+
+    def read(base: "Tensors") -> "Version":
+        if _is_canonical(version):
+            return inspection.read_canonical(version, base, tools=tools)
+        return inspection.read_version(version)
+
+    staged = inspection.apply_version(read, checkpoint, tools=tools, dry_run=dry_run)
     if as_json:
         found = {
             "checkpoint": str(checkpoint),
@@ -147,11 +152,18 @@ def _read(folder: Path, base: Path | None, tools: "Tools") -> "Version":
     """Read a version folder of either format; the canonical one says nothing without its base."""
     from paceline.refit import inspection
 
-    if (folder / "manifest.json").exists() or not (folder / inspection.CANONICAL_INDEX).exists():
+    if not _is_canonical(folder):
         return inspection.read_version(folder)
     if base is None:
         raise click.UsageError(f"{folder} is in the canonical format: add --base CHECKPOINT")
     return inspection.read_canonical(folder, inspection.read_checkpoint(base), tools=tools)
+
+
+def _is_canonical(folder: Path) -> bool:
+    from paceline.refit import inspection
+
+    is_ours = (folder / "manifest.json").exists()
+    return not is_ours and (folder / inspection.CANONICAL_INDEX).exists()
 
 
 def _layers(found: Sequence[TensorDiff]) -> dict[str, list[TensorDiff]]:

@@ -4,10 +4,13 @@ A checkpoint is a .safetensors file or a folder of them. A version folder holds 
 and, under ``objects``, the payload objects by their ids: what a worker serves, on disk.
 """
 
+import fcntl
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -75,25 +78,48 @@ def read_checkpoint(path: Path) -> dict[str, TensorBuffer]:
     """Map the tensors of a checkpoint; nothing is read before it is used.
 
     Raises:
-        VerifyError: there are none, a name comes twice, or a file is no safetensors.
+        VerifyError: there are none, a name comes twice, a file is no safetensors, or a write has
+            not ended.
     """
-    return _tensors_in(path, {file: _mapped(file, mmap.ACCESS_READ) for file in _files(path)})
+    _refuse_half_written(_journal_of(path))
+    return _tensors_in(path, {file: _mapped(file) for file in _files(path)})
 
 
 def apply_version(
-    version: Version, path: Path, *, tools: Tools, dry_run: bool = False
+    read: Callable[[Tensors], Version], path: Path, *, tools: Tools, dry_run: bool = False
 ) -> StagedInstall:
     """Write a version into the files of a checkpoint; they are old or new, also after a crash.
 
     What a crash has left is taken back first. The journal lies beside the weights.
 
+    One process at a time; the files are locked meanwhile, which a crash ends.
+
+    Args:
+        read: returns the version, given the tensors that it is to be applied to.
+        path: the checkpoint.
+        tools: what the work is done with.
+        dry_run: prove everything and write nothing.
+
     Raises:
-        VerifyError: the version does not apply to these files; nothing was written.
+        VerifyError: the version does not apply to these files, or another process is at them;
+            nothing was written.
         ApplyError: writing failed and was taken back.
         UncertainStateError: taking it back failed too, or the journal is of other files.
     """
-    maps = {file: _mapped(file, mmap.ACCESS_WRITE) for file in _files(path)}
-    journal = (path if path.is_dir() else path.parent) / _JOURNAL.format(path.stem)
+    with _held(_files(path)) as files:
+        maps = {file: mmap.mmap(handle.fileno(), 0) for file, handle in files.items()}
+        return _apply(read, path, maps, tools=tools, dry_run=dry_run)
+
+
+def _apply(
+    read: Callable[[Tensors], Version],
+    path: Path,
+    maps: Mapping[Path, mmap.mmap],
+    *,
+    tools: Tools,
+    dry_run: bool,
+) -> StagedInstall:
+    journal = _journal_of(path)
     live = _tensors_in(path, maps)
     for file, data in maps.items():
         if has_checksums(memoryview(data)):
@@ -103,10 +129,10 @@ def apply_version(
         for data in maps.values():
             data.flush()
 
-    if dry_run and journal.exists():
-        raise VerifyError(f"{journal} is of a write that crashed: apply a version to take it back")
+    if dry_run:
+        _refuse_half_written(journal)
     recover(journal, live, flush=flush)
-    manifest, objects = version
+    manifest, objects = read(live)
     staged = stage_install(
         manifest,
         objects,
@@ -116,18 +142,46 @@ def apply_version(
         checks=Checks(whole=False, tools=tools),  # what was hashed just now is the base
     )
     if not dry_run and staged.writes:
-        kept = FileJournal(journal, flush=flush)
+        kept = FileJournal(journal, live=live, flush=flush)
         write_install(staged, tools=tools, journal=kept, prove=True)
     return staged
+
+
+def _journal_of(path: Path) -> Path:
+    return (path if path.is_dir() else path.parent) / _JOURNAL.format(path.stem)
+
+
+def _refuse_half_written(journal: Path) -> None:
+    if journal.exists():
+        raise VerifyError(
+            f"{journal} is of a write that is going on or crashed: apply a version to take it back"
+        )
 
 
 def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def _mapped(file: Path, access: int) -> mmap.mmap:
-    with file.open("rb" if access == mmap.ACCESS_READ else "r+b") as handle:
-        return mmap.mmap(handle.fileno(), 0, access=access)
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@contextmanager
+def _held(files: Sequence[Path]) -> Iterator[Mapping[Path, BinaryIO]]:
+    """Open weights to write, each for nobody else of us: a journal is of one writer alone."""
+    with ExitStack() as stack:
+        found = {}
+        for file in files:
+            found[file] = stack.enter_context(file.open("r+b"))
+            stack.callback(fcntl.flock, found[file], fcntl.LOCK_UN)  # maps would hold it on
+            try:
+                fcntl.flock(found[file], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise VerifyError(
+                    f"another process is writing {file}; wait until it has ended"
+                ) from exc
+        yield found
 
 
 def _tensors_in(path: Path, maps: Mapping[Path, mmap.mmap]) -> dict[str, TensorBuffer]:
@@ -316,7 +370,7 @@ def read_canonical(folder: Path, base: Tensors, *, tools: Tools) -> Version:
         path = folder / shard
         if not path.is_file():
             raise VerifyError(f"{folder}: shard {shard} is missing")
-        found = parse_delta_shard(memoryview(_mapped(path, mmap.ACCESS_READ)), names)
+        found = parse_delta_shard(memoryview(_mapped(path)), names)
         for name, item in found.items():
             after = bytearray(base[name].data)
             for update in decode_canonical(item, base[name].data):

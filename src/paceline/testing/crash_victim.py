@@ -105,7 +105,7 @@ def main(folder: Path, nth: int) -> None:
         def flush() -> None:
             dying.write(mapped.flush, lambda: None)
 
-        journal = FileJournal(folder / "journal", flush=flush)
+        journal = FileJournal(folder / "journal", live=live, flush=flush)
         journal._file = DyingFile(journal._file, dying)  # type: ignore[assignment]  # noqa: SLF001
         write_install(staged, tools=Tools(loops=DyingLoops(dying)), journal=journal)
 

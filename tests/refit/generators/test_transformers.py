@@ -319,10 +319,13 @@ class TestBuilding:
         with pytest.raises(PreflightError, match=str(tmp_path)):
             make_engine(tmp_path)
 
-    def test_other_device(self, model_dir: Path) -> None:
-        """A device that cannot be written and proven byte by byte is refused."""
-        with pytest.raises(UsageError, match="cuda"):
-            make_engine(model_dir, device="cuda")
+    @pytest.mark.parametrize(("device", "error"), [("meta", PreflightError), ("gpu", UsageError)])
+    def test_devices_that_hold_no_weights(
+        self, model_dir: Path, device: str, error: type[Exception]
+    ) -> None:
+        """A device that is none, or that keeps no bytes, is refused by its name."""
+        with pytest.raises(error, match=device):
+            make_engine(model_dir, device=device)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from paceline.refit.model import (
 from paceline.refit.wire import convert
 from paceline.refit.wire import paceline_refit_v1_pb2 as own
 from paceline.refit.wire import refit_pb2 as public
+from paceline.refit.wire.fields import parse_fields, render_fields
 
 texts = st.text(max_size=8)
 counts = st.integers(0, 2**64 - 1)
@@ -233,4 +234,4 @@ def test_an_absent_base_is_absent_on_the_wire() -> None:
 def test_event_fields_that_are_no_bounded_object_are_refused(text: str) -> None:
     """Neither noise, nesting nor size gets past the parser into a value that JSON cannot hold."""
     with pytest.raises(InvalidRequestError, match="event fields"):
-        convert.render_fields(convert.parse_fields(text))
+        render_fields(parse_fields(text))

@@ -9,7 +9,7 @@ from paceline.refit.control.records import EventsHead
 from paceline.refit.control.rules import Limits
 from paceline.refit.control.transaction import Transaction
 from paceline.refit.model import Event, InstalledReport
-from paceline.refit.wire.convert import parse_fields, render_fields
+from paceline.refit.wire.fields import parse_fields, render_fields
 
 
 def put_report(tx: Transaction, report: InstalledReport) -> None:

@@ -78,9 +78,15 @@ class SupportsDeviceTensors(Protocol):
     def device_tensors(self) -> Mapping[str, Any]:
         """Return the torch tensors, contiguous, by their names in ``live_tensors``.
 
-        The same memory each time; equal to the copy in every bit between installs.
+        The same memory each time; equal to the copy in every bit between installs. None for an
+        engine that happens to run in host memory.
         """
         ...
+
+
+def device_tensors_of(engine: GeneratorEngineAdapter) -> Mapping[str, Any]:
+    """Return what an engine has on a device; nothing for one in host memory."""
+    return engine.device_tensors() if isinstance(engine, SupportsDeviceTensors) else {}
 
 
 class SpareWeights(Protocol):

@@ -1,6 +1,6 @@
 """Installing one version: everything is fetched and proven before the engine pauses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from paceline.refit.errors import UncertainStateError, VerifyError
 from paceline.refit.generators.protocol import (
     GeneratorEngineAdapter,
     InstalledVersion,
-    SupportsDeviceTensors,
+    device_tensors_of,
     loras_of,
     spare_of,
 )
@@ -243,6 +243,7 @@ class Installer:
     def check_live(self, entries: Mapping[str, TensorEntry]) -> None:
         """Hash everything that is live. Raises VerifyError if it is not what the entries say."""
         check_live(self._engine.live_tensors(), entries.values())
+        self._prove_device(entries.values())
 
     def _stage(
         self,
@@ -350,17 +351,17 @@ class Installer:
         self, staged: StagedInstall, base: Mapping[str, TensorEntry] | None
     ) -> Callable[[], None]:
         """Return what is left to do at the safe point."""
-        engine = self._engine
-        if not isinstance(engine, SupportsDeviceTensors):
+        tensors = device_tensors_of(self._engine)
+        if not tensors:
             return lambda: write_install(staged, tools=self._tools)
         from paceline.refit.staging.mirror import DeviceInstall, refresh_device
 
         if base is not None and not staged.has_parts:
-            return DeviceInstall(staged, engine.device_tensors(), tools=self._tools).write
+            return DeviceInstall(staged, tensors, tools=self._tools).write
 
         def write() -> None:  # nothing is known of the device, or it has to be written in parts
             write_install(staged, tools=self._tools)
-            refresh_device(engine.device_tensors(), self._engine.live_tensors())
+            refresh_device(tensors, self._engine.live_tensors())
 
         return write
 
@@ -381,10 +382,8 @@ class Installer:
         try:
             only = None if checks.whole else ()
             check_live(self._engine.live_tensors(), staged.entries, only=only, tools=self._tools)
-            if checks.whole and isinstance(self._engine, SupportsDeviceTensors):
-                from paceline.refit.staging.mirror import prove_device
-
-                prove_device(self._engine.device_tensors(), staged.entries)
+            if checks.whole:
+                self._prove_device(staged.entries)
         except VerifyError as exc:
             raise UncertainStateError(
                 f"live weights are not version {label.version_id}: {exc}"
@@ -393,6 +392,14 @@ class Installer:
             raise UncertainStateError(
                 f"live weights have root {staged.root_digest}, not {label.root_digest}"
             )
+
+    def _prove_device(self, entries: Iterable[TensorEntry]) -> None:
+        """Read what is on a device back, if there is any. Raises VerifyError."""
+        tensors = device_tensors_of(self._engine)
+        if tensors:
+            from paceline.refit.staging.mirror import prove_device
+
+            prove_device(tensors, entries)
 
 
 def _expect_root(root: str, label: InstalledVersion) -> None:

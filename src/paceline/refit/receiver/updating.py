@@ -7,6 +7,7 @@ everybody else, for every engine alike.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.refit.errors import EngineNotReadyError, RefitError
@@ -20,6 +21,7 @@ from paceline.refit.generators.protocol import (
     Sampling,
     SpareWeights,
     TakesLoras,
+    device_tensors_of,
     held_of,
     loras_of,
     proof_of,
@@ -105,6 +107,10 @@ class UpdateGate:
     def lora_sets(self) -> TakesLoras | None:
         """Return the engine's."""
         return loras_of(self._engine)
+
+    def device_tensors(self) -> Mapping[str, Any]:
+        """Return the engine's."""
+        return device_tensors_of(self._engine)
 
     def installed(self) -> InstalledVersion | None:
         """Return the engine's."""

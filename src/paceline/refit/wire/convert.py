@@ -6,7 +6,6 @@ blank or contradictory content is the ledger's to refuse. ``to_`` goes out and r
 for what the wire cannot hold, such as a negative count.
 """
 
-import json
 from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -37,11 +36,9 @@ from paceline.refit.model import (
 )
 from paceline.refit.wire import paceline_refit_v1_pb2 as own
 from paceline.refit.wire import refit_pb2 as public
+from paceline.refit.wire.fields import parse_fields, render_fields
 
 M = TypeVar("M", bound=Enum)
-
-FIELDS_CHARS_MAX = 64 * 1024
-"""Longest JSON text of one event's fields."""
 
 
 class _WireEnum(Protocol):
@@ -454,43 +451,6 @@ def parse_tombstone(message: own.Tombstone) -> Tombstone:
         object_storage=_parse_object_storage(message),
         is_collected=message.is_collected,
     )
-
-
-def render_fields(fields: Mapping[str, object]) -> str:
-    """Return an event's fields as JSON text; equal fields give equal text.
-
-    Raises:
-        InvalidRequestError: not JSON (NaN and infinity are not), or over FIELDS_CHARS_MAX.
-    """
-    try:
-        text = json.dumps(fields, allow_nan=False, separators=(",", ":"), sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"event fields are not JSON: {exc}") from exc
-    _check_fields_size(text)
-    return text
-
-
-def parse_fields(text: str) -> dict[str, object]:
-    """Return an event's fields. Raises InvalidRequestError as render_fields does."""
-    _check_fields_size(text)
-    try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError(f"event fields are not JSON: {exc}") from exc
-    if not isinstance(fields, dict):
-        raise InvalidRequestError("event fields are not a JSON object")
-    return fields
-
-
-def _refuse_constant(text: str) -> object:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _check_fields_size(text: str) -> None:
-    if len(text) > FIELDS_CHARS_MAX:
-        raise InvalidRequestError(
-            f"event fields are {len(text)} characters of JSON; at most {FIELDS_CHARS_MAX} are kept"
-        )
 
 
 def _to_object_storage(source: ObjectStorageSource | None) -> public.ObjectStorageSource | None:

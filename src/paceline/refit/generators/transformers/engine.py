@@ -4,10 +4,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
 from paceline.core.clock import Clock
+from paceline.core.errors import UsageError
 from paceline.refit.errors import (
     BadRequestError,
     EngineBusyError,
@@ -29,6 +31,7 @@ from paceline.refit.generators.transformers.batch import Job, Row, RunningBatch,
 from paceline.refit.generators.transformers.gate import PassGate
 from paceline.refit.generators.transformers.loading import LoadedModel, load_draft, load_model
 from paceline.refit.generators.transformers.loras import LoraSets
+from paceline.refit.generators.transformers.on_device import HOST, DeviceWeights
 from paceline.refit.generators.transformers.sampling import make_streams
 from paceline.refit.generators.transformers.sets import Models, WeightSets, hold_weights
 from paceline.refit.generators.transformers.text import GrowingText
@@ -76,7 +79,9 @@ class TransformersEngine:
 
     def spare_weights(self) -> WeightSets | LoraSets | None:
         """Return the second set, where weights are held twice."""
-        return self._sets if self._sets.is_twice else None
+        if isinstance(self._sets, DeviceWeights) or not self._sets.is_twice:
+            return None
+        return self._sets
 
     def lora_sets(self) -> LoraSets | None:
         """Return what takes LoRAs, where versions are LoRAs."""
@@ -86,6 +91,10 @@ class TransformersEngine:
     def weights_held(self) -> str:
         """How often the weights are held."""
         return "twice" if self._sets.is_twice else "once"
+
+    def device_tensors(self) -> Mapping[str, Any]:
+        """Return the tensors on the device; the live ones are their copy. None on ``cpu``."""
+        return self._sets.device_tensors() if isinstance(self._sets, DeviceWeights) else {}
 
     def at_safe_point(
         self, write: Callable[[], None], *, installed: InstalledVersion | None, timeout_s: float
@@ -264,7 +273,7 @@ class TransformersEngine:
 
 
 def _new_batch(
-    config: EngineConfig, sets: WeightSets | LoraSets, draft: LoadedModel | None
+    config: EngineConfig, sets: WeightSets | LoraSets | DeviceWeights, draft: LoadedModel | None
 ) -> RunningBatch | SoloBatches | AssistedBatches:
     """Return what holds the choices in flight."""
     if draft is not None and isinstance(sets, WeightSets):
@@ -274,8 +283,20 @@ def _new_batch(
 
 def _hold(
     config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None
-) -> WeightSets | LoraSets:
-    """Return what of the model comes as versions: its weights, or LoRAs of those it has."""
+) -> WeightSets | LoraSets | DeviceWeights:
+    """Return what of the model comes as versions: its weights, or LoRAs of those it has.
+
+    Raises:
+        UsageError: a LoRA, a draft or a second set is wanted on a device.
+        PreflightError: the model does not go there, or its bytes cannot be viewed.
+    """
+    if config.device != HOST:
+        if config.lora or draft is not None or config.weights == "twice":
+            raise UsageError(
+                f"on {config.device!r} the engine holds a model's weights once, with a copy in "
+                "host memory: leave out LoRAs, drafts and --weights twice, or use --device cpu"
+            )
+        return DeviceWeights(loaded.model, config.device, names=config.names)
     if config.lora:
         return LoraSets(loaded.model)
     return hold_weights(

@@ -35,15 +35,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Never touches the network and never runs code from the directory.
 
     Raises:
-        UsageError: unknown dtype or device.
+        UsageError: unknown dtype.
         PreflightError: no usable model or tokenizer there.
     """
     dtype = DTYPES.get(config.dtype)
     if dtype is None:
         raise UsageError(f"unknown dtype {config.dtype!r}; known: {', '.join(sorted(DTYPES))}")
-    if config.device != "cpu":
-        # The receiver writes and proves host bytes; a device copy would be a second truth.
-        raise UsageError(f"engine 'transformers' runs on device 'cpu', not on {config.device!r}")
     if not config.model_dir.is_dir():
         raise PreflightError(f"{config.model_dir} is no directory; --model wants one of a model")
     try:

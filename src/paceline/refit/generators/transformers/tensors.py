@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,15 @@ class LiveTensors:
     aliases: Mapping[str, str]
 
 
-def view_live_tensors(module: torch.nn.Module) -> LiveTensors:
+class HasState(Protocol):
+    """A module, or what stands in host memory for one that is elsewhere."""
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        """Return every tensor by name."""
+        ...
+
+
+def view_live_tensors(module: HasState) -> LiveTensors:
     """Return writable byte views of every tensor in the state dict, persistent buffers included.
 
     Names of one tensor that is tied become one entry, under the name that comes first in the state

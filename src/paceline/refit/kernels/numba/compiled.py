@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paceline.refit.delta.mixing import CURVE, FOLD, PLACE
@@ -38,8 +39,9 @@ _STEP_ROW: Final = 2**10
 """Gap bytes that are read before the words behind them: few enough that their places, codes and
 words stay in the first cache together."""
 _LINE_BYTES: Final = 64
-_WARM_BYTES: Final = 2**18
-"""Read ahead at once: long enough for the processor to run ahead of it, and it stays near."""
+_DENSE: Final = np.uint64(2)
+"""Lines per change up to which all of them are fetched in order."""
+_FRACTION: Final = np.uint64(16)
 _U0, _U1, _ESCAPE = np.uint64(0), np.uint64(1), np.uint64(ESCAPE)
 _PLACE, _CURVE, _FOLD = np.uint64(PLACE), np.uint64(CURVE), np.uint64(FOLD)
 
@@ -80,6 +82,22 @@ def _escaped(typing_context: Any, codes: Any, at: Any) -> Any:
         return builder.bitcast(equal, ir.IntType(_LANES))
 
     return types.uint64(codes, types.intp), generate
+
+
+@intrinsic
+def _fetch(typing_context: Any, words: Any, at: Any) -> Any:
+    """Ask for the line of one word and do not wait; a place outside is asked for in vain."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(ask, [place, number(0), number(3), number(1)])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.void(words, at), generate
 
 
 @intrinsic
@@ -130,13 +148,13 @@ def _moved(word, code, order, back):
 
 
 @njit
-def _locate(gaps, start, stop, following, at):
-    """Write the places that these gap bytes lead to; return how many, and where the gaps go on.
+def _locate(gaps, start, following, at):
+    """Write the places that a row of gap bytes leads to; return how many, and where gaps go on.
 
-    Places first, words second: the processor then waits for many words of memory at once. They
-    are unsigned, so that numba does not look for negative indices.
+    Places first, words second, and a row ahead of the words: the processor then waits for many
+    lines of memory at once. They are unsigned, so that numba does not look for negative indices.
     """
-    mine = gaps[start:stop]
+    mine = gaps[start : start + _STEP_ROW]
     long_gaps = 0
     for j in range(len(mine)):
         long_gaps += mine[j] == ESCAPE
@@ -154,7 +172,7 @@ def _locate(gaps, start, stop, following, at):
             following += np.uint64(mine[j]) + _U1
             at[j] = following
         following += _U1
-        return stop - start, following
+        return len(mine), following
     count = _U0
     for j in range(len(mine)):
         gap = np.uint64(mine[j])
@@ -166,29 +184,46 @@ def _locate(gaps, start, stop, following, at):
 
 
 @njit
-def _warm(words, warm, at, count):
-    """Read a word of every line ahead, if ``count`` places lie dense; return where warm ends.
+def _pace(words, coming, more, count):
+    """Return from where, how far apart and how often per word lines are asked for; 0: exactly.
 
-    Lines that are skipped here and there stop the processor from fetching ahead; reading all of
-    them in order takes half the time. What is read is left behind the places, so that the
-    reading is not left out.
+    Where the coming places lie dense, every line from the first to the last is asked for: lines
+    that are skipped here and there stop the processor's own fetching ahead.
     """
-    if not count:
-        return warm
-    since, following = np.int64(at[0]), np.int64(at[count - 1])
-    lines = (following - since) * words.itemsize // _LINE_BYTES
-    if following <= warm or 2 * count <= lines:
-        return warm
-    start = max(since, warm)
-    stop = min(max(start + _WARM_BYTES // words.itemsize, following), len(words))
-    mine = words[start:stop]
-    seen = j = _U0  # by hand: numba does not see which way a computed step of a range goes
-    step = np.uint64(_LINE_BYTES // words.itemsize)
-    while j < np.uint64(len(mine)):
-        seen ^= np.uint64(mine[j])
-        j += step
-    at[_STEP_ROW] = np.uint32(seen)
-    return stop
+    if not more or not count:
+        return _U0, _U0, _U0
+    since, number = np.uint64(coming[0]), np.uint64(count)
+    span = np.uint64(coming[more - 1]) - since + _U1
+    times = span * np.uint64(words.itemsize) // (np.uint64(_LINE_BYTES) * number) + _U1
+    if times > _DENSE:
+        return _U0, _U0, _U0
+    return since << _FRACTION, (span << _FRACTION) // (number * times), times
+
+
+@njit
+def _gather(words, at, count, coming, more, found):
+    """Copy the words at ``count`` places, and ask for the lines of the coming ones."""
+    line, apart, times = _pace(words, coming, more, count)
+    for j in range(count):
+        if not times:
+            _fetch(words, coming[j])
+        for _ in range(times):
+            _fetch(words, line >> _FRACTION)
+            line += apart
+        found[j] = words[at[j]]
+
+
+@njit
+def _scatter(words, at, count, coming, more, news):
+    """Write words to ``count`` places, and ask for the lines of the coming ones."""
+    line, apart, times = _pace(words, coming, more, count)
+    for j in range(count):
+        if not times:
+            _fetch(words, coming[j])
+        for _ in range(times):
+            _fetch(words, line >> _FRACTION)
+            line += apart
+        words[at[j]] = news[j]
 
 
 @njit
@@ -331,24 +366,24 @@ def _diff_loop(old, new, order, first, gaps, codes, escapes, out):
 
 
 def _check_loop(gaps, codes, escapes, old, order, first, kept):
-    total = following = stays = _U0
-    c = e = warm = 0
+    total = stays = _U0
+    c = e = 0
     if len(gaps) and gaps[len(gaps) - 1] == ESCAPE:
         return OPEN, total
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
+    rows = np.zeros((2, _STEP_ROW), dtype=np.uint32)
+    at, coming = rows[0], rows[1]
     found = np.empty(_STEP_ROW, dtype=old.dtype)
     before = np.empty(_STEP_ROW, dtype=old.dtype)
+    more, following = _locate(gaps, 0, _U0, coming)
     for start in range(0, len(gaps), _STEP_ROW):
-        stop = min(start + _STEP_ROW, len(gaps))
-        count, following = _locate(gaps, start, stop, following, at)
+        at, coming, count = coming, at, more
         if c + count > len(codes):
             return COUNTS, total
         if following > np.uint64(len(old)):
             return OUTSIDE, total
-        warm = _warm(old, warm, at, count)
+        more, following = _locate(gaps, start + _STEP_ROW, following, coming)
         e = _read_codes(codes, c, count, escapes, e, found)
-        for j in range(count):
-            before[j] = old[at[j]]
+        _gather(old, at, count, coming, more, before)
         for j in range(count):
             code, word = np.uint64(found[j]), np.uint64(before[j])
             after = _moved(word, code, order, _U0)
@@ -366,49 +401,44 @@ def _check_loop(gaps, codes, escapes, old, order, first, kept):
 
 
 def _take_loop(gaps, words, found):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
-    following = _U0
-    c = warm = 0
+    rows = np.zeros((2, _STEP_ROW), dtype=np.uint32)
+    at, coming = rows[0], rows[1]
+    more, following = _locate(gaps, 0, _U0, coming)
+    c = 0
     for start in range(0, len(gaps), _STEP_ROW):
-        stop = min(start + _STEP_ROW, len(gaps))
-        count, following = _locate(gaps, start, stop, following, at)
-        warm = _warm(words, warm, at, count)
-        mine = found[c : c + count]
-        for j in range(count):
-            mine[j] = words[at[j]]
+        at, coming, count = coming, at, more
+        more, following = _locate(gaps, start + _STEP_ROW, following, coming)
+        _gather(words, at, count, coming, more, found[c : c + count])
         c += count
 
 
 def _put_loop(gaps, words, news, state, goal):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
-    g, c, following = state[0], state[1], np.uint64(state[2])
-    warm = state[2]
-    while g < len(gaps) and following < np.uint64(goal):
-        stop = min(g + _STEP_ROW, len(gaps))
-        count, following = _locate(gaps, g, stop, following, at)
-        warm = _warm(words, warm, at, count)
-        mine = news[c : c + count]
-        for j in range(count):
-            words[at[j]] = mine[j]
-        g = stop
+    rows = np.zeros((2, _STEP_ROW), dtype=np.uint32)
+    at, coming = rows[0], rows[1]
+    g, c, done = state[0], state[1], np.uint64(state[2])
+    more, following = _locate(gaps, g, done, coming)
+    while g < len(gaps) and done < np.uint64(goal):
+        at, coming, count, done = coming, at, more, following
+        g = min(g + _STEP_ROW, len(gaps))
+        more, following = _locate(gaps, g, following, coming)
+        _scatter(words, at, count, coming, more, news[c : c + count])
         c += count
-    state[0], state[1], state[2] = g, c, np.int64(following)
+    state[0], state[1], state[2] = g, c, np.int64(done)
 
 
 def _add_loop(gaps, codes, escapes, words, order, back):
-    at = np.empty(_STEP_ROW + 1, dtype=np.uint32)
+    rows = np.zeros((2, _STEP_ROW), dtype=np.uint32)
+    at, coming = rows[0], rows[1]
     found = np.empty(_STEP_ROW, dtype=words.dtype)
     before = np.empty(_STEP_ROW, dtype=words.dtype)
-    following = _U0
-    c = e = warm = 0
+    more, following = _locate(gaps, 0, _U0, coming)
+    c = e = 0
     sign = _U1 if back else _U0
     for start in range(0, len(gaps), _STEP_ROW):
-        stop = min(start + _STEP_ROW, len(gaps))
-        count, following = _locate(gaps, start, stop, following, at)
-        warm = _warm(words, warm, at, count)
+        at, coming, count = coming, at, more
+        more, following = _locate(gaps, start + _STEP_ROW, following, coming)
         e = _read_codes(codes, c, count, escapes, e, found)
-        for j in range(count):
-            before[j] = words[at[j]]
+        _gather(words, at, count, coming, more, before)
         for j in range(count):
             before[j] = _moved(np.uint64(before[j]), np.uint64(found[j]), order, sign)
         for j in range(count):
