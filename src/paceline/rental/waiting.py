@@ -104,13 +104,13 @@ def wait_gone(
     clock: Clock,
     timeout_s: float,
     what: str,
-    looks_between: bool = False,
+    looks_first: bool = False,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
     The order comes first: a look before it would only cost a place in the provider's pace. With
-    ``looks_between`` every further one comes after a look, for providers that refuse to end what is
-    on its way out, and ``destroy`` is given what ``status`` said last, None at first. It may raise
+    ``looks_first`` it comes second, for providers that refuse to end what is on its way out, and
+    ``destroy`` is given what ``status`` said last, None if it has not answered. It may raise
     AbsentError, which alone proves nothing: some providers do not know their newest machines.
     Return whether there was anything to destroy.
 
@@ -119,7 +119,7 @@ def wait_gone(
         AuthError: the key was refused.
     """
     leaving = _Leaving(status=status, destroy=destroy)
-    ready = leaving.is_gone_or_told if looks_between else leaving.is_gone_when_told
+    ready = leaving.is_gone_or_told if looks_first else leaving.is_gone_when_told
     try:
         wait_until(
             ready,
@@ -203,15 +203,13 @@ class _Leaving:
         self._status = status
         self._destroy = destroy
         self._seen: InstanceStatus | None = None
-        self._was_told = False
 
     def is_gone_or_told(self) -> bool:
-        """Give the order; the next time only to what is still there."""
-        return (self._was_told and self._is_gone()) or self.is_gone_when_told()
+        """Look, and give the order only to what is there."""
+        return self._is_gone() or self.is_gone_when_told()
 
     def is_gone_when_told(self) -> bool:
         """Give the order and look."""
-        self._was_told = True
         try:
             self._destroy(self._seen)
         except AbsentError as exc:

@@ -153,7 +153,7 @@ class LambdaBackend:
         was_there = waiting.wait_gone(
             lambda: self.status(h),
             destroy=destroy,
-            looks_between=True,
+            looks_first=True,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"lambda machine {h.instance_id}",

@@ -183,7 +183,7 @@ class NebiusBackend:
         was_there = waiting.wait_gone(
             lambda: self.status(h),
             destroy=destroy,
-            looks_between=True,
+            looks_first=True,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"nebius machine {h.instance_id}",
