@@ -26,7 +26,6 @@ if HAS_VLLM:
         OMP_NUM_THREADS="1",
     )
     from paceline.refit.compose.vllm_offline import LLM_ARGS, LlmFollower
-    from paceline.refit.generators.transformers.tensors import view_live_tensors
     from paceline.refit.model import TensorBuffer
     from paceline.testing.small_run import SmallRun
     from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
