@@ -179,14 +179,14 @@ def publish_all(folder: Path, layout: str, build: Callable[[], Built]) -> None:
                 if distributed.get_rank() == 0:
                     torch.save(state, folder / f"{layout}-{step}.part")
                     (folder / f"{layout}-{step}.part").rename(folder / f"{layout}-{step}.pt")
+                wait_for(folder / f"{layout}-{step}.seen")
                 train(model, optimizer, step)
-            wait_until(
-                (folder / f"{layout}.seen").exists,
-                what="the judge",
-                clock=system_clock(),
-                timeout_s=120,
-                interval_s=0.05,
-            )
+            wait_for(folder / f"{layout}.seen")
+
+
+def wait_for(path: Path) -> None:
+    """Wait for the judge's word."""
+    wait_until(path.exists, what=path.name, clock=system_clock(), timeout_s=120, interval_s=0.05)
 
 
 def main() -> None:

@@ -85,6 +85,7 @@ class Job:
             if installed is not None and installed.sequence not in found:
                 live = engine.live_tensors()
                 found[installed.sequence] = {name: bytes(b.data) for name, b in live.items()}
+                (self.folder / f"{layout}-{installed.sequence}.seen").touch()
             return until in found
 
         self.wait(is_there, f"sequence {until} of {layout}")
