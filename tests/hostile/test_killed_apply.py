@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from paceline.core.waiting import wait_until
 from paceline.refit.delta.canonical import FullTensor, render_full_shard
+from paceline.refit.delta.order import Words
 from paceline.refit.inspection import (
     apply_version,
     compose_versions,
@@ -38,7 +40,7 @@ ENV = {**environ(), "PYTHONPATH": os.pathsep.join(sys.path)}
 def states(folder: Path, *, size: int = 4 * MIB) -> list[Path]:
     """Three states of a checkpoint: few steps, new codes and scales, and a tensor made anew."""
     source = np.random.default_rng(3)
-    words = {
+    words: dict[str, tuple[str, Words]] = {
         "steps": ("BF16", source.integers(0x3C00, 0x3D00, size // 2, dtype=np.uint16)),
         "dense": ("BF16", source.integers(0, 2**16, size // 2, dtype=np.uint16)),
         "codes": ("F8_E4M3", source.integers(0, 120, size, dtype=np.uint8)),
@@ -118,6 +120,11 @@ def start(version: Path, checkpoint: Path, *before: str) -> "subprocess.Popen[by
     )
 
 
+def has_begun(process: "subprocess.Popen[bytes]", journal: Path) -> bool:
+    """Say whether there is a journal, or will be none any more."""
+    return journal.exists() or process.poll() is not None
+
+
 Make = Callable[[Path, list[Path]], tuple[Path, Path, Path]]
 
 
@@ -136,9 +143,7 @@ def test_killed_while_it_writes(tmp_path: Path, make: Make) -> None:
         journal = tmp_path / f".target{at}.paceline-undo"
         with start(version, target) as process:
             wait_until(
-                lambda process=process, journal=journal: (
-                    journal.exists() or process.poll() is not None
-                ),
+                partial(has_begun, process, journal),
                 what="a journal",
                 timeout_s=60,
                 interval_s=0.0002,
