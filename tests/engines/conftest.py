@@ -77,7 +77,9 @@ def follower(llm: Any, run: "SmallRun") -> Iterator["LlmFollower"]:
 
 def as_in_files(model: Any) -> "dict[str, TensorBuffer]":
     """Copy a model's tensors as files name them, which have one for each expert."""
-    views = view_live_tensors(model, names="checkpoint").buffers
+    from paceline.refit.generators.transformers.sets import view_named
+
+    views = view_named(model, "checkpoint").buffers
     return {name: replace(view, data=memoryview(bytes(view.data))) for name, view in views.items()}
 
 

@@ -13,7 +13,7 @@ import torch
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.generators.protocol import EngineConfig, Generation, Sampling
 from paceline.refit.generators.transformers.engine import TransformersEngine
-from paceline.refit.generators.transformers.sets import Models, WeightSet, view_named
+from paceline.refit.generators.transformers.sets import Models, WeightSets, view_named
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import TensorBuffer
 from paceline.refit.receiver.loop import Receiver, ReceiverConfig
@@ -97,9 +97,9 @@ class Follower:
     @property
     def models(self) -> Models:
         """The models whose weights are live."""
-        live = self.engine._sets._sets[0]
-        assert isinstance(live, WeightSet)
-        return live.models
+        sets = self.engine._sets
+        assert isinstance(sets, WeightSets)
+        return sets._sets[0].models
 
     def settle(self) -> None:
         """Install whatever there is."""
