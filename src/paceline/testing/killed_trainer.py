@@ -29,8 +29,8 @@ from paceline.testing.killed_at import die_at
 PUBLISH_POINTS: Mapping[str, tuple[str, str]] = {
     "captured": ("TorchModuleTrainer.capture", "return"),
     "staged": ("TorchModuleTrainer.stage_captured", "return"),
-    "uncreated": ("Publisher._create", "call"),
-    "created": ("Publisher._create", "return"),
+    "uncreated": ("Advertiser._create", "call"),
+    "created": ("Advertiser._create", "return"),
     "served": ("VersionShelf.serve", "return"),
     "manifest-served": ("HttpObjectServer.publish_manifest", "return"),
     "described": ("GrpcControlPlane.describe_version", "return"),

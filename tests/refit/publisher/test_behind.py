@@ -228,6 +228,73 @@ def test_a_lost_base_costs_one_version_behind_training_too(make: Make) -> None:
     assert kept.result().payload_format is FULL
 
 
+def test_whoever_publishes_from_two_threads_gets_two_versions(make: Make) -> None:
+    """One captures at a time: the second stands until the first is done, and is the next one."""
+    world = make()
+    capture, is_inside, is_let = world.trainer.capture, threading.Event(), threading.Event()
+    inside: list[str] = []
+
+    def slow(**options: Any) -> Any:
+        inside.append(threading.current_thread().name)
+        is_inside.set()
+        assert is_let.wait(WAIT_S)
+        return capture(**options)
+
+    world.trainer.capture = slow  # type: ignore[method-assign]
+    made: dict[str, Publication] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: made.update({str(i): world.publish(i)}), name=str(i))
+        for i in range(2)
+    ]
+    threads[0].start()
+    assert is_inside.wait(WAIT_S)
+    threads[1].start()
+    assert world.publisher._line._turn.locked()
+    assert inside == ["0"]
+    is_let.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [made[str(i)].result().sequence for i in range(2)] == [0, 1]
+
+
+def test_a_publisher_starts_once(make: Make) -> None:
+    """Started again, or used after its end, it says what to do instead; the run is not touched."""
+    world = make()
+    with pytest.raises(PublishError, match="starts once"):
+        world.publisher.start()
+    assert world.publish(0).result().sequence == 0
+    world.publisher.close()
+    with pytest.raises(PublishError, match="make another one"):
+        world.publish(1)
+    with pytest.raises(PublishError, match="starts once"), world.publisher:
+        pass
+
+
+def test_a_step_is_a_number(make: Make) -> None:
+    """Whatever counts as one is taken as one, and nothing else gets as far as a sequence."""
+    world = make()
+    with pytest.raises(TypeError):
+        world.publisher.publish(step="last")  # type: ignore[arg-type]
+    found = world.publisher.publish(step=torch.tensor(7)).result()  # type: ignore[arg-type]
+    assert (found.sequence, found.step) == (0, 7)
+
+
+@pytest.mark.parametrize("payload", [FULL, DELTA])
+def test_as_many_arenas_as_are_asked_for_are_enough(
+    make: Make, payload: WeightPayloadFormat
+) -> None:
+    """With the fewest every version comes out; with one less there would be an end."""
+    options = {"payload_format": payload, "stage_wait_s": 0, "anchor_every": 3}
+    least = PublisherOptions(
+        model_name="m", run_id="r", worker_id="w", payload_format=payload
+    ).arenas_min
+    for arenas, is_enough in ((least, True), (least - 1, False)):
+        world = make(arenas=arenas, **options)
+        with nullcontext() if is_enough else pytest.raises(NoFreeArenaError):
+            for step in range(7):
+                world.publish(step).result()
+
+
 @pytest.mark.parametrize("policy", list(WhenLeased))
 def test_a_full_ring_is_met_as_the_policy_says(make: Make, policy: WhenLeased) -> None:
     """Three arenas, of the base and two captures: the next one waits, goes, or drops one."""

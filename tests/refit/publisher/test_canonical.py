@@ -108,7 +108,7 @@ def test_a_publisher_that_starts_again_goes_on_with_a_checkpoint() -> None:
     world.publish()
     world.publisher.close()
     world.publisher.close()
-    with pytest.raises(PublishError, match="start"):
+    with pytest.raises(PublishError, match="closed"):
         world.publish()
     world.publisher = world.start()
     assert world.publish() == "r-000002"

@@ -13,13 +13,17 @@ from paceline.refit.errors import AccessRefusedError, ControlError, PublishError
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import (
     Region,
+    Shard,
     VersionRequest,
     VersionState,
     WeightPayloadFormat,
     WeightVersion,
     WorkerRegistration,
+    WorkerRole,
 )
 from paceline.refit.publisher import PublishedVersion, Publisher, PublisherOptions
+from paceline.refit.publisher.together import Together
+from paceline.refit.publisher.values import version_uid
 from paceline.refit.trainers.protocol import Collected
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
@@ -229,6 +233,58 @@ def test_another_step_is_another_version(world: World) -> None:
         world.publish(a, 0)
     for published in world.together(a, b, step=2):
         assert published.payload_format is FULL
+
+
+def test_whoever_is_at_a_later_step_is_not_waited_for(world: World) -> None:
+    """One failed to stage and went on: the others give that step up at once, and only those."""
+    registrations = {slot: f"t@run/{slot}" for slot in SLOTS}
+    parts = {}
+    for slot, worker_id in registrations.items():
+        registration = WorkerRegistration(
+            worker_id=worker_id, role=WorkerRole.TRAINER, model_name="m"
+        )
+        world.control.register_worker(registration, ttl_seconds=1000)
+        parts[slot] = Together(
+            control=world.control,
+            clock=world.clock,
+            options=PublisherOptions(model_name="m", run_id="run", worker_id="t"),
+            slot=slot,
+            slots=SLOTS,
+        )
+    uids = [bring(world, parts["a"], "a", step=4), bring(world, parts["b"], "b", step=5)]
+    assert uids == ["run-000000", "run-000001"]
+    started = world.clock.monotonic()
+    with pytest.raises(PublishError, match="lacks b, which went on to step 5 without step 4"):
+        parts["a"].wait_ready(uids[0], step=4)
+    assert world.clock.monotonic() == started
+    with pytest.raises(PublishError, match="lacks a after 60 s"):  # it may still come
+        parts["b"].wait_ready(uids[1], step=5)
+
+
+def bring(world: World, part: Together, slot: str, *, step: int) -> str:
+    """Create the version of a step, or find it, and bring a slot."""
+    turn = part.agree(step=step, after=-1, head_uid=None, needs_full=True)
+    uid = version_uid("run", turn.sequence)
+    wanted = VersionRequest(
+        model_name="m",
+        idempotency_key=uid,
+        payload_format=FULL,
+        base_version_id=None,
+        expected_source_slots=(slot,),
+        uid=uid,
+    )
+    world.control.create_version(part.request(wanted, step=step))
+    shard = Shard(
+        version_id=uid,
+        source_slot_id=slot,
+        worker_id=f"t@run/{slot}",
+        tensor_count=1,
+        total_bytes=4,
+        manifest_digest="0" * 64,
+        manifest_endpoint="memory://x",
+    )
+    world.control.create_shard(shard)
+    return uid
 
 
 def test_a_restarted_process_gives_up_what_it_had_filled(world: World) -> None:

@@ -170,6 +170,17 @@ def test_a_weight_that_does_not_fit_stops_the_version(word: str, largest: float)
     stage(trainer)
 
 
+@pytest.mark.parametrize("word", ["F32", "BF16"])
+def test_a_double_that_does_not_fit_stops_the_version(word: str) -> None:
+    """For masters of fp64 every other dtype is the smaller one."""
+    weights = torch.tensor([1.0, 3e38], dtype=torch.float64)
+    trainer = trainer_of({"w": weights}, {"*": word})
+    stage(trainer)
+    weights[0] = 1e39
+    with pytest.raises(StagingError, match=rf"'w'.*{word} cannot hold"):
+        stage(trainer)
+
+
 def test_a_policy_that_casts_nothing_lets_weights_be_served_in_place() -> None:
     """Bits are kept, so live memory is what is sent."""
     place = TrainerStagingMode.IN_PLACE

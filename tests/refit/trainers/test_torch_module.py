@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -374,6 +374,56 @@ def test_layout_is_for_life() -> None:
     module.head.weight = torch.nn.Parameter(module.embed.weight.detach().clone())
     with pytest.raises(StagingError, match="layout"):
         stage(trainer, FULL)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (torch.zeros(3, 2), "layout"),
+        (torch.zeros(2, 2, device="meta"), "on the meta device"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(2, 2, dtype=torch.complex128), "no wire dtype"),
+        (None, "a NoneType"),
+    ],
+)
+def test_what_became_something_else_is_not_staged(value: Any, why: str) -> None:
+    """Whatever is in the place of a tensor later is our error, and costs no arena."""
+    tensors: dict[str, Any] = {"a": torch.zeros(2, 2)}
+    trainer = trainer_of(tensors)
+    free = trainer._ring.free
+    tensors["a"] = value
+    for mode in (HOST, PLACE):
+        with pytest.raises(StagingError, match=why):
+            stage(trainer, FULL, mode)
+    assert trainer._ring.free == free
+    tensors["a"] = torch.ones(2, 2)
+    stage(trainer, FULL, PLACE)
+
+
+def write_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data.add_(1)
+
+
+def step_fused(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], fused=True).step()
+
+
+@pytest.mark.parametrize("write", [write_data, step_fused])
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_what_torch_does_not_count_is_found_too(
+    write: Callable[[torch.nn.Parameter], None], size: int
+) -> None:
+    """Fused optimizers and ``data`` move no version counter; served in place it is found."""
+    parameter = torch.nn.Parameter(torch.ones(size))
+    trainer = trainer_of({"a": parameter, "none": torch.zeros(0), "number": torch.tensor(3.0)})
+    staged = trainer.stage_shard(tensors=None, staging_mode=PLACE, payload_format=FULL)
+    trainer.require_still(staged)
+    counted = parameter._version
+    write(parameter)
+    assert parameter._version == counted  # or this test has nothing to find
+    with pytest.raises(StagingError, match="moved"):
+        trainer.require_still(staged)
 
 
 def test_every_dtype_is_carried() -> None:

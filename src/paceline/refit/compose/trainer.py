@@ -27,7 +27,7 @@ from paceline.refit.trainers.registry import TRAINER_ENGINES
 from paceline.refit.transports.routes import Routes
 
 if TYPE_CHECKING:
-    from paceline.refit.publisher import CanonicalPublisher, Publisher
+    from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
     from paceline.refit.rollouts import RolloutClient
     from paceline.refit.trainers.protocol import Quantise
     from paceline.refit.transports.several import Source
@@ -220,7 +220,7 @@ class TrainerConnection:
         Raises:
             MissingExtraError: torch is not installed.
             PreflightError: the port cannot be listened on.
-            UsageError: a LoRA alone, in a format that has none.
+            UsageError: a LoRA alone, in a format that has none; or too few arenas.
             ValueError: the tensors or the policy do not fit.
         """
         from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
@@ -239,6 +239,7 @@ class TrainerConnection:
             checkpoint_files=_config_of(tensors),
             incarnation=self.settings.incarnation,
         )
+        _require_arenas(how, options.get("arenas"))
         engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
         if engine == "sharded":
             options["mesh"] = mesh
@@ -325,6 +326,15 @@ class TrainerConnection:
             self._control.record_event(event)
         except ControlError as exc:
             log.warning("event %s was not recorded: %s", name, exc)
+
+
+def _require_arenas(how: "PublisherOptions", given: object) -> None:
+    """Refuse a ring in which no version would find room in the end. Raises UsageError."""
+    if isinstance(given, int) and given < how.arenas_min:
+        raise UsageError(
+            f"{given} arenas are too few for {how.wanted}: give at least {how.arenas_min}, or "
+            "leave arenas= out"
+        )
 
 
 def _engine_of(tensors: object, *, is_shared: bool) -> str:

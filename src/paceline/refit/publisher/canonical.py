@@ -7,6 +7,7 @@ Nothing is leased there and nothing deleted: what goes and when is for the bucke
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -22,7 +23,6 @@ from paceline.refit.delta.order import as_words, kind_of
 from paceline.refit.errors import (
     ControlError,
     ControlUnavailableError,
-    PublishError,
     VersionSkippedError,
 )
 from paceline.refit.model import (
@@ -124,7 +124,8 @@ class CanonicalPublisher:
             self._line.raise_unseen()
 
     def start(self) -> None:
-        """Find out which sequences this run has used. Raises ControlError."""
+        """Find out which sequences this run has used. Raises ControlError, PublishError."""
+        self._line.require_new()
         found = self._persist(lambda: self._control.list_versions(self._options.model_name))
         used = (sequence_of(version.uid, self._options.run_id) for version in found)
         self._next_sequence = 1 + max(used, default=-1)
@@ -137,32 +138,8 @@ class CanonicalPublisher:
             StagingError: the bytes cannot be kept still now.
             PublishError, ControlError: an earlier publication failed and nobody asked about it.
         """
-        if self._next_sequence is None:
-            raise PublishError("the publisher is not running: call start() first")
-        self._line.raise_unseen()
-        started = self._clock.monotonic()
-        sequence = self._next_sequence
-        self._next_sequence += 1
-        publication = Publication(
-            version_id=version_uid(self._options.run_id, sequence),
-            sequence=sequence,
-            step=step,
-            wait_s=self._options.publish_wait_s,
-        )
-        try:
-            captured = self._capturer.capture(needs_full=lambda: True)
-        except VersionSkippedError as exc:
-            self._tell_failure(publication, exc)
-            publication.fail(exc)
-            return publication
-        self._line.hand_over(
-            Job(
-                publication=publication,
-                work=lambda: self._publish(publication, captured, started),
-                give_back=lambda: self._capturer.give_back(captured),
-            )
-        )
-        return publication
+        with self._line.turn():
+            return self._publish_next(step=operator.index(step))
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until everything captured so far is out; see ``Publisher.flush``."""
@@ -195,6 +172,32 @@ class CanonicalPublisher:
         if self._base is not None:
             self._chain.release_staged(self._base[0])
         self._base = self._next_sequence = None
+
+    def _publish_next(self, *, step: int) -> Publication:
+        assert self._next_sequence is not None  # noqa: S101 - started, or it is no turn
+        started = self._clock.monotonic()
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        publication = Publication(
+            version_id=version_uid(self._options.run_id, sequence),
+            sequence=sequence,
+            step=step,
+            wait_s=self._options.publish_wait_s,
+        )
+        try:
+            captured = self._capturer.capture(needs_full=lambda: True)
+        except VersionSkippedError as exc:
+            self._tell_failure(publication, exc)
+            publication.fail(exc)
+            return publication
+        self._line.hand_over(
+            Job(
+                publication=publication,
+                work=lambda: self._publish(publication, captured, started),
+                give_back=lambda: self._capturer.give_back(captured),
+            )
+        )
+        return publication
 
     def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
         is_skipped = isinstance(cause, VersionSkippedError)

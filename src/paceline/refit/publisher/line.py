@@ -7,8 +7,9 @@ nobody asked about is raised by the next call of the training loop.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -134,11 +135,36 @@ class Line:
         self._num_ended = 0
         self._is_busy = False
         self._is_closed = False
+        self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="paceline-publish", daemon=True)
+
+    def require_new(self) -> None:
+        """Refuse a second start. Raises PublishError."""
+        if self._is_closed or self._thread.ident is not None:
+            raise PublishError(
+                "a publisher starts once, by start() or by being entered; make another one with "
+                "run.publisher(...)"
+            )
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let one thread capture at a time: versions are counted in the order of their weights.
+
+        Raises:
+            PublishError: it is not started, or closed.
+            PublishError, ControlError: a publication failed and nobody was told of it.
+        """
+        with self._turn:
+            if self._is_closed:
+                raise PublishError("the publisher is closed: make another one, run.publisher(...)")
+            if self._thread.ident is None:
+                raise PublishError("the publisher is not running: call start() first")
+            self.raise_unseen()
+            yield
 
     def hand_over(self, job: Job) -> None:
         """Put a job at the end. Raises PublishError after ``close``."""

@@ -7,35 +7,29 @@ when no lease lives.
 """
 
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
 from paceline.core.clock import Clock
-from paceline.core.errors import DeadlineExceededError, PacelineError
+from paceline.core.errors import DeadlineExceededError
 from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
-    AccessRefusedError,
     ControlError,
-    ControlUnavailableError,
-    NotFoundError,
-    PreconditionError,
     PublishError,
     VersionSkippedError,
 )
 from paceline.refit.model import (
-    Shard,
     StagedWeightVersionShardData,
     TrainerStagingMode,
     VersionDescription,
-    VersionRequest,
-    VersionState,
     WeightPayloadFormat,
 )
+from paceline.refit.publisher.advertising import Advertiser, Due
 from paceline.refit.publisher.capturing import Capturer
-from paceline.refit.publisher.checkpoint import place_of_files, show_files
 from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.heartbeat import Heartbeat
 from paceline.refit.publisher.in_place import HasStepHook, LiveWeights
@@ -64,7 +58,6 @@ from paceline.refit.trainers.protocol import (
     SupportsSlots,
     TrainerEngineAdapter,
 )
-from paceline.refit.transports.protocol import SupportsCommits
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +128,24 @@ class Publisher:
             trainer=trainer, source=source, line=self._line, shelf=self._shelf, options=options
         )
         self._heartbeat = Heartbeat(control, options, then=self._shelf.release)
+        self._due = Due()
+        self._advertiser = Advertiser(
+            control=control,
+            source=source,
+            slot=self._slot,
+            together=self._together,
+            shelf=self._shelf,
+            heartbeat=self._heartbeat,
+            live=self._live,
+            due=self._due,
+            clock=clock,
+            options=options,
+        )
         self._run_id = options.run_id
         self._next_sequence = 0
         self._agreed = -1
         """The last sequence that several processes published under."""
         self._head: Head | None = None
-        self._needs_full = True
-        self._needs_anchor = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -175,8 +179,10 @@ class Publisher:
 
         Raises:
             ControlError: the control service does not answer in time, or refuses.
-            PublishError: the weights are not those that the run published last.
+            PublishError: it was started before, or the weights are not those that the run
+                published last.
         """
+        self._line.require_new()
         self._persist(self._heartbeat.register)
         if self._together is None:
             self._take_up()
@@ -197,34 +203,8 @@ class Publisher:
             PublishError, ControlError: an earlier publication failed and nobody asked about it;
                 nothing was captured, publish again.
         """
-        if not self._heartbeat.is_running:
-            raise PublishError("the publisher is not running: call start() first")
-        self._line.raise_unseen()
-        started = self._clock.monotonic()
-        sequence = self._next_sequence
-        self._next_sequence += 1
-        publication = Publication(
-            version_id=version_uid(self._run_id, sequence),
-            sequence=sequence,
-            step=step,
-            wait_s=self._options.publish_wait_s,
-        )
-        try:
-            self.before_step()
-            captured = self._capturer.capture(needs_full=lambda: self._needs_full)
-        except VersionSkippedError as exc:
-            self._tell_failure(publication, exc)
-            publication.fail(exc)
-            return publication
-        stall_ms = 1000 * (self._clock.monotonic() - started)
-        self._line.hand_over(
-            Job(
-                publication=publication,
-                work=lambda: self._publish(publication, captured, started, stall_ms),
-                give_back=lambda: self._capturer.give_back(captured),
-            )
-        )
-        return publication
+        with self._line.turn():
+            return self._publish_next(step=operator.index(step))
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until everything captured so far is out; False at the deadline.
@@ -304,6 +284,33 @@ class Publisher:
         else:
             log.warning("a publication did not end in time; its memory is not given back")
 
+    def _publish_next(self, *, step: int) -> Publication:
+        started = self._clock.monotonic()
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        publication = Publication(
+            version_id=version_uid(self._run_id, sequence),
+            sequence=sequence,
+            step=step,
+            wait_s=self._options.publish_wait_s,
+        )
+        try:
+            self.before_step()
+            captured = self._capturer.capture(needs_full=lambda: self._due.full)
+        except VersionSkippedError as exc:
+            self._tell_failure(publication, exc)
+            publication.fail(exc)
+            return publication
+        stall_ms = 1000 * (self._clock.monotonic() - started)
+        self._line.hand_over(
+            Job(
+                publication=publication,
+                work=lambda: self._publish(publication, captured, started, stall_ms),
+                give_back=lambda: self._capturer.give_back(captured),
+            )
+        )
+        return publication
+
     def _take_up(self) -> None:
         """Find out where the run is."""
         options = self._options
@@ -312,7 +319,7 @@ class Publisher:
         self._run_id, self._next_sequence = start.run_id, start.next_sequence
         self._head = start.head
         if start.head is not None:
-            self._needs_full, self._needs_anchor = False, True
+            self._due.full, self._due.anchor = False, True
         if start.event:
             log.info("%s: %s", start.event, start.reason)
             self._notify(start.event, start.to_fields())
@@ -320,12 +327,12 @@ class Publisher:
     def _take_turn(self, publication: Publication) -> bool:
         """Say whether it must be full; several processes agree on that, and on which one it is."""
         if self._together is None:
-            return self._needs_full
+            return self._due.full
         turn = self._together.agree(
             step=publication.step,
             after=self._agreed,
             head_uid=None if self._head is None else self._head.uid,
-            needs_full=self._needs_full,
+            needs_full=self._due.full,
         )
         self._agreed = publication.sequence = turn.sequence
         publication.version_id = version_uid(self._run_id, turn.sequence)
@@ -350,14 +357,14 @@ class Publisher:
         staged = self._capturer.stage(captured, full if needs_full else wanted)
         uid, step = publication.version_id, publication.step
         version = self._version(uid, staged, sequence=publication.sequence, step=step)
-        self._bring_out(version)
+        self._advertiser.bring_out(version)
         self._chain.commit_staged(staged)
         self._head = Head(
             uid=uid,
             root_digest=version.root_digest,
             slot_root=version.description.root_digest,
         )
-        self._needs_full = False
+        self._due.full = False
         anchor_id, anchor_error = self._anchor(version)
         self._compose(version, anchor_id=anchor_id)
         self._shelf.retain(keep_old=self._options.keep_old)
@@ -406,125 +413,14 @@ class Publisher:
             ),
         )
 
-    def _bring_out(self, version: OwnVersion) -> None:
-        """Make a staged version READY, or take every trace of it back and raise."""
-        try:
-            if self._options.staging_mode is TrainerStagingMode.WRITE_TO_STORAGE:
-                self._shelf.serve(version)  # it is there already; so it goes if this fails
-            self._persist(self._heartbeat.register)
-            self._create(version)
-            self._shelf.serve(version)
-            show_files(self._source, version, self._options.checkpoint_files)
-            self._advertise(version)
-        except BaseException as exc:
-            self._take_back(version, exc)
-            if not isinstance(exc, PacelineError) or isinstance(
-                exc, PublishError | ControlUnavailableError | AccessRefusedError
-            ):
-                raise
-            raise PublishError(
-                f"version {version.uid} was not published: {exc}; the version before is still "
-                "served, the next publish starts afresh"
-            ) from exc
-        self._shelf.keep(version)
-
-    def _create(self, version: OwnVersion) -> None:
-        request = self._request(version)
-        try:
-            self._persist(lambda: self._control.create_version(request))
-        except (NotFoundError, PreconditionError):
-            # The control service lost the base or released it: only a full version goes on.
-            self._needs_full = True
-            raise
-
-    def _request(self, version: OwnVersion) -> VersionRequest:
-        request = VersionRequest(
-            model_name=self._options.model_name,
-            idempotency_key=version.uid,
-            payload_format=version.buffers.manifest.payload_format,
-            base_version_id=version.base_version_id,
-            expected_source_slots=(self._slot,),
-            object_storage=place_of_files(self._source, version),
-            uid=version.uid,
-        )
-        if self._together is None:
-            return request
-        return self._together.request(request, step=version.description.step)
-
-    def _advertise(self, version: OwnVersion) -> None:
-        if not self._heartbeat.is_running:  # nobody would ever take it back
-            raise PublishError(f"version {version.uid}: the publisher was closed meanwhile")
-        self._live.require_still(version)
-        manifest = version.manifest(self._options.sign)
-        address = self._source.publish_manifest(
-            version_id=version.uid, source_slot_id=self._slot, manifest=manifest
-        )
-        self._describe(version)
-        shard = Shard(
-            version_id=version.uid,
-            source_slot_id=self._slot,
-            worker_id=self._options.worker_id,
-            tensor_count=manifest.tensor_count,
-            total_bytes=manifest.total_bytes,
-            manifest_digest=manifest.digest,
-            manifest_endpoint=address,
-        )
-        version.is_advertised = True
-        state = self._persist(lambda: self._control.create_shard(shard)).state
-        is_last = state is VersionState.READY
-        if self._together is not None:
-            self._together.wait_ready(version.uid)
-            version.whole = self._persist(
-                lambda: self._control.get_version(version.uid)
-            ).description
-        elif not is_last:
-            raise PublishError(f"version {version.uid} is {state} although its shard is there")
-        if is_last:
-            self._commit(version)
-
-    def _describe(self, version: OwnVersion) -> None:
-        slot = None if self._together is None else self._slot
-        self._persist(
-            lambda: self._control.describe_version(
-                version.uid, version.description, source_slot_id=slot
-            )
-        )
-
-    def _commit(self, version: OwnVersion) -> None:
-        """Tell those who only see the source; a failure is made up for by the next commit."""
-        if isinstance(self._source, SupportsCommits):
-            ready = self._persist(lambda: self._control.get_version(version.uid))
-            shards = self._persist(lambda: self._control.list_shards(version.uid))
-            try:
-                self._source.commit_version(ready, shards)
-            except PublishError as exc:
-                log.warning("version %s was not committed to the bucket: %s", version.uid, exc)
-
-    def _take_back(self, version: OwnVersion, cause: BaseException) -> None:
-        """Undo a publication that failed.
-
-        If the shard was sent, its reply may have been lost and an engine may be reading: then
-        the version leaves like any other, once no lease lives, and a full version follows for
-        engines that installed it.
-        """
-        # The others of several processes may hold another base by now: all of them start anew.
-        self._needs_full |= self._together is not None
-        if version.is_advertised:
-            self._needs_anchor = True
-        else:
-            self._shelf.take_down(version)
-        self._shelf.send_off([version])
-        if not isinstance(cause, ControlUnavailableError):
-            self._shelf.release()
-
     def _anchor(self, version: OwnVersion) -> tuple[str | None, str | None]:
         """Publish the same weights as a full version if one is due; a failure is returned."""
         sequence = version.description.sequence
         if version.is_full or not isinstance(self._trainer, SupportsAnchors):
-            self._needs_anchor = False
+            self._due.anchor = False
             return None, None
         is_due = sequence - self._shelf.newest_full() >= self._options.anchor_every
-        if not (is_due or self._needs_anchor):
+        if not (is_due or self._due.anchor):
             return None, None
         staged = self._trainer.stage_committed()
         step = version.description.step
@@ -532,12 +428,12 @@ class Publisher:
         anchor.description = replace(
             anchor.description, parent_root=version.description.parent_root
         )
-        self._needs_anchor = True
+        self._due.anchor = True
         try:
-            self._bring_out(anchor)
+            self._advertiser.bring_out(anchor)
         except (PublishError, ControlError) as exc:
             return None, str(exc)
-        self._needs_anchor = False
+        self._due.anchor = False
         return anchor.uid, None
 
     def _compose(self, version: OwnVersion, *, anchor_id: str | None) -> None:
@@ -558,7 +454,7 @@ class Publisher:
         own.base_version_id = made.base_uid
         own.description = replace(own.description, parent_root=made.base.root_digest)
         try:
-            self._bring_out(own)
+            self._advertiser.bring_out(own)
         except (PublishError, ControlError) as exc:
             log.warning("version %s has no composed delta: %s", version.uid, exc)
             return

@@ -99,11 +99,12 @@ class Together:
         key = _key(request.idempotency_key, step, self._options.incarnation)
         return replace(request, idempotency_key=key, expected_source_slots=self._slots)
 
-    def wait_ready(self, uid: str) -> None:
+    def wait_ready(self, uid: str, *, step: int) -> None:
         """Return when every slot is in.
 
         Raises:
-            PublishError: a process that is missing is gone, or does not come, or gave it up.
+            PublishError: a process that is missing is gone, or went on to a later step, or does
+                not come, or gave it up.
             ControlError: the control service does not answer, or refuses.
         """
         deadline = self._clock.monotonic() + self._options.slots_wait_s
@@ -118,12 +119,31 @@ class Together:
             self._seen_alive |= alive
             if gone:
                 raise PublishError(f"version {uid} lacks {_shown(gone)}, whose process is gone")
+            self._refuse_left_behind(uid, step, missing)
             if self._clock.monotonic() + LOOK_S > deadline:
                 raise PublishError(
                     f"version {uid} lacks {_shown(missing)} after "
                     f"{self._options.slots_wait_s:g} s; publish the same step in every process"
                 )
             self._clock.sleep(LOOK_S)
+
+    def _refuse_left_behind(self, uid: str, step: int, missing: Sequence[str]) -> None:
+        """Do not wait for whoever is at a later step: each publishes in the order of its steps.
+
+        One that is at an earlier step may still come, or see this one here and give its own up.
+        """
+        here = sequence_of(uid, self._options.run_id)
+        for version in self._of_run():
+            later = _step_of(version.idempotency_key)
+            is_open = version.state is VersionState.STAGING and self._sequence(version) > here
+            if not is_open or later <= step:
+                continue
+            ahead = sorted(self._covered(version.uid).intersection(missing))
+            if ahead:
+                raise PublishError(
+                    f"version {uid} lacks {_shown(ahead)}, which went on to step {later} without "
+                    f"step {step}; its log says what failed there"
+                )
 
     def _look(self, uid: str) -> tuple[VersionState, Sequence[str]]:
         try:
@@ -205,6 +225,12 @@ def member_end(run_id: str, slot: str) -> str:
 
 def _key(uid: str, step: int, incarnation: str) -> str:
     return f"{uid}:step {step}:{incarnation}"
+
+
+def _step_of(key: str) -> int:
+    """Return the step that a version was created for; -1 if several processes did not make it."""
+    digits = key.partition(":step ")[2].partition(":")[0]
+    return int(digits) if digits.isascii() and digits.isdecimal() else -1
 
 
 def _shown(slots: Sequence[str]) -> str:

@@ -113,6 +113,14 @@ class PublisherOptions:
             return WeightPayloadFormat.FULL_TENSOR
         return self.payload_format
 
+    @property
+    def arenas_min(self) -> int:
+        """How many copies there must be room for, so that every version finds some in the end."""
+        if self.staging_mode is TrainerStagingMode.IN_PLACE:
+            return 1
+        # What is captured, the newest full version; and the base, if that is another.
+        return 3 if self.wanted is WeightPayloadFormat.XOR_DELTA else 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersion:

@@ -84,8 +84,8 @@ class ArenaRing:
             )
         except DeadlineExceededError as exc:
             raise NoFreeArenaError(
-                f"all {len(self._holders)} arenas hold versions that are still being read; "
-                "wait for the readers, or give the trainer more arenas"
+                f"all {len(self._holders)} arenas hold versions that are still needed, to be read "
+                "or as a base; wait for the readers, or give the trainer more arenas"
             ) from exc
         return found[0]
 

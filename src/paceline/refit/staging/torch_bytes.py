@@ -1,9 +1,10 @@
 """Torch tensors as plain bytes: the words of their dtypes, and views without a copy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from paceline.refit.errors import StagingError
 from paceline.refit.model import CompletionFence, TensorBuffer
 from paceline.refit.staging.host import plain_block
 
@@ -29,6 +30,8 @@ DTYPE_WORDS: dict[torch.dtype, str] = {
 if hasattr(torch, "float8_e8m0fnu"):  # younger than the oldest torch we take
     DTYPE_WORDS[torch.float8_e8m0fnu] = "F8_E8M0"
 
+PROBED = 256
+"""Elements of each tensor that a fingerprint reads."""
 WORD_DTYPES = {word: dtype for dtype, word in DTYPE_WORDS.items()}
 
 
@@ -46,6 +49,35 @@ def byte_view(name: str, tensor: torch.Tensor) -> TensorBuffer:
         shape=tuple(tensor.shape),
         data=raw.numpy().data,
     )
+
+
+def live_view(name: str, tensor: torch.Tensor) -> TensorBuffer:
+    """Return the live bytes of a tensor, to be served. Raises StagingError if it is no block."""
+    if not is_host_block(tensor):
+        raise StagingError(
+            f"tensor {name!r} is not contiguous in host memory and cannot be served in place; "
+            "stage with COPY_TO_HOST"
+        )
+    return byte_view(name, tensor)
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, int, int, bytes], ...]:
+    """Return what changes when tensors are written to, without reading all of them.
+
+    Torch counts what is written; not what fused optimizers write, nor what goes by ``data``.
+    Those move nearly every element, so that some are looked at as well.
+    """
+    return tuple(
+        (name, item.data_ptr(), item._version, _probe(item))  # noqa: SLF001 - torch's own advice
+        for name, item in tensors.items()
+    )
+
+
+def _probe(tensor: torch.Tensor) -> bytes:
+    """Return some elements, spread over rows and columns."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // PROBED) | 1].contiguous()
+    return some.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def host_block(num_bytes: int) -> memoryview:

@@ -17,7 +17,8 @@ KEEP: Final = "KEEP"
 """Instead of a dtype word: the tensor is sent as it is."""
 FLOATS: Final = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 NARROW: Final = frozenset({"F16", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
-"""Dtypes whose range is smaller than that of masters: a weight may not fit."""
+"""Dtypes whose range is smaller than that of fp32 masters: a weight may not fit. What is smaller
+than that of F64 is all the others."""
 MASTERS: Final = frozenset({"F32", "F64"})
 ROUTERS: Final = ("*.router.*", "*.gate.weight", "*.gate.bias", "*e_score_correction_bias")
 """Globs of what picks experts, which engines may hold wider than the rest."""
@@ -109,7 +110,7 @@ class Sent:
     @property
     def is_narrowed(self) -> bool:
         """Whether a weight may be too large for what it is sent in."""
-        return self.is_cast and self.sent in NARROW
+        return self.is_cast and (self.sent in NARROW or self.held == "F64")
 
 
 def summarise(rows: Iterable[Sent]) -> str:

@@ -144,11 +144,7 @@ def collect_plain(source: Any) -> Collected:
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, value in state.items():
-        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if not is_plain or value.is_meta:
-            raise ValueError(
-                f"{name!r} is a {type(value).__name__}, not a plain tensor with data of its own"
-            )
+        _refuse_without_bytes(name, value)
         item = value.detach()
         where = (item.device, item.data_ptr(), item.dtype, tuple(item.shape), item.stride())
         if item.numel() and where in seen:
@@ -157,6 +153,19 @@ def collect_plain(source: Any) -> Collected:
             seen[where] = name
             tensors[name] = item
     return Collected(tensors=tensors, aliases=aliases, buffers=buffer_names(source))
+
+
+def _refuse_without_bytes(name: str, value: Any) -> None:
+    """Refuse what is no plain tensor with data of its own. Raises ValueError."""
+    what = f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            what = "on the meta device: load the weights first; it"
+        elif value.layout is not torch.strided:
+            what = f"a tensor of layout {value.layout}"
+        else:
+            return
+    raise ValueError(f"{name!r} is {what}, not a plain tensor with data of its own")
 
 
 def buffer_names(source: Any) -> frozenset[str]:

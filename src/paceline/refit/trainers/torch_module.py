@@ -8,11 +8,8 @@ and further names are aliases; buffers are part of the weights. Nothing is cast 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from paceline.core.clock import Clock
 from paceline.refit.delta.choice import LOCAL, Link
@@ -46,7 +43,8 @@ from paceline.refit.staging.shard import (
     full_shard,
     full_shard_in_place,
 )
-from paceline.refit.staging.torch_bytes import byte_view, copies_made, host_block, is_host_block
+from paceline.refit.staging.torch_bytes import copies_made, fingerprint, host_block, live_view
+from paceline.refit.staging.uploading import upload
 from paceline.refit.trainers.dtypes import Sent, WireDtypes, summarise
 from paceline.refit.trainers.exporting import Exported, Exporter, collect_plain
 from paceline.refit.trainers.protocol import Collected, Quantise, TrainerEngineAdapter
@@ -139,7 +137,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             capacity=arenas, clock=clock, wait_s=arena_wait_s, allocate=host_block
         )
         self._shadow = DeviceShadow(clock=clock, pick=device_loops, copies=device_copies)
-        self._guard = InPlaceGuard(fingerprint=self._versions, live=self._live_buffers)
+        self._guard = InPlaceGuard(fingerprint=self._fingerprint, live=self._live_buffers)
         self._bound: Any = None
         self._sent: tuple[Sent, ...] = ()
         self._layout: ShardLayout | None = None
@@ -232,8 +230,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             StagingError: their layout moved, or a device has no room.
         """
         self._check(staging_mode, payload_format)
-        exported = self._exporter.export(self._collect(self._bound))
-        layout = self._check_layout(exported)
+        exported, layout = self._export_again()
         if staging_mode is IN_PLACE:
             self._guard.hold()
             return TorchCapture(mode=staging_mode, layout=layout, arena=None)
@@ -283,7 +280,7 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         )
         fence = CompletionFence(lambda: None)
         if captured.mode is TrainerStagingMode.WRITE_TO_STORAGE and self._storage is not None:
-            fence = _upload(self._storage, buffers)
+            fence = upload(self._storage, buffers)
         return self._remember(buffers, record, fence)
 
     def drop_captured(self, captured: TorchCapture) -> None:
@@ -423,14 +420,20 @@ class TorchModuleTrainer(TrainerEngineAdapter):
             buffers = full_shard(capture)
         return buffers, capture
 
-    def _check_layout(self, exported: Exported) -> ShardLayout:
+    def _export_again(self) -> tuple[Exported, ShardLayout]:
+        """Return the tensors as they are now. Raises StagingError if they are laid out anew."""
         assert self._layout is not None  # noqa: S101 - bound, or the check before has refused
-        if self._exporter.plan(exported, source_slot_id=self._slot) != self._layout:
+        try:
+            exported = self._exporter.export(self._collect(self._bound))
+            layout = self._exporter.plan(exported, source_slot_id=self._slot)
+        except ValueError as exc:
+            raise StagingError(f"the tensors are not as they were bound: {exc}") from exc
+        if layout != self._layout:
             raise StagingError(
                 "names, shapes, dtypes or ties of the tensors changed since they were bound; "
                 "a run keeps its layout, start a new one"
             )
-        return self._layout
+        return exported, self._layout
 
     def _collect(self, source: Any) -> Collected:
         """Return what of the source this process publishes."""
@@ -451,13 +454,11 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         return self._remember(staged, record, fence)
 
     def _live_buffers(self) -> Mapping[str, TensorBuffer]:
-        return {
-            name: _view(name, tensor) for name, tensor in self._collect(self._bound).tensors.items()
-        }
-
-    def _versions(self) -> tuple[tuple[str, int, int], ...]:
         tensors = self._collect(self._bound).tensors
-        return tuple((name, item.data_ptr(), item._version) for name, item in tensors.items())  # noqa: SLF001 - torch's own advice
+        return {name: live_view(name, tensor) for name, tensor in tensors.items()}
+
+    def _fingerprint(self) -> object:
+        return fingerprint(self._collect(self._bound).tensors)
 
     def _remember(
         self, buffers: StagedBuffers, record: _Staged, fence: CompletionFence
@@ -478,29 +479,3 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         if record.arena is not None:
             self._ring.drop(record.arena)
         record.arena = record.device = None
-
-
-def _upload(storage: ObjectServer, buffers: StagedBuffers) -> CompletionFence:
-    """Begin to upload, and return what waits for the end of it."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            for item in buffers.objects:
-                storage.serve_object(item.object_id, item.parts)
-        except BaseException as exc:  # noqa: BLE001 - raised by the fence
-            done.set_exception(exc)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="paceline-upload", daemon=True).start()
-    return CompletionFence(done.result)
-
-
-def _view(name: str, tensor: torch.Tensor) -> TensorBuffer:
-    if not is_host_block(tensor):
-        raise StagingError(
-            f"tensor {name!r} is not contiguous in host memory and cannot be served in place; "
-            "stage with COPY_TO_HOST"
-        )
-    return byte_view(name, tensor)
