@@ -235,6 +235,22 @@ def test_another_step_is_another_version(world: World) -> None:
         assert published.payload_format is FULL
 
 
+def test_who_leaves_as_soon_as_it_is_out_has_not_given_up(world: World) -> None:
+    """The last process may close before the others look again: theirs came out all the same."""
+    a, b = world.rank("a"), world.rank("b")
+    left = []
+
+    def publish_and_leave() -> None:
+        left.append(world.publish(b, 0))
+        b.close()
+
+    world.control.meanwhile.append(publish_and_leave)
+    published = world.publish(a, 0)
+    assert world.states()[published.version_id] is VersionState.RELEASING
+    assert published.root_digest == left[0].root_digest
+    assert a.wait_installed(timeout_s=1)
+
+
 def test_whoever_is_at_a_later_step_is_not_waited_for(world: World) -> None:
     """One failed to stage and went on: the others give that step up at once, and only those."""
     registrations = {slot: f"t@run/{slot}" for slot in SLOTS}

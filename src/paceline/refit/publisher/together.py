@@ -146,10 +146,18 @@ class Together:
                 )
 
     def _look(self, uid: str) -> tuple[VersionState, Sequence[str]]:
+        """Return how far it is, and who is missing.
+
+        One that all processes have described was READY, though it may be on its way out by now:
+        another process has closed, or steps on with weights that were served in place.
+        """
         try:
-            state = self._persist(lambda: self._control.get_version(uid)).state
+            version = self._persist(lambda: self._control.get_version(uid))
         except NotFoundError:
             return VersionState.RELEASING, ()
+        state = version.state
+        if state is VersionState.RELEASING and version.description is not None:
+            state = VersionState.READY
         covered = self._covered(uid) if state is VersionState.STAGING else frozenset(self._slots)
         return state, [slot for slot in self._slots if slot not in covered]
 
