@@ -13,6 +13,7 @@ import torch
 from paceline.core.errors import DeadlineExceededError
 from paceline.refit.errors import (
     ControlError,
+    ControlUnavailableError,
     NoFreeArenaError,
     PublishError,
     StagingError,
@@ -319,6 +320,39 @@ def test_a_full_ring_is_met_as_the_policy_says(make: Make, policy: WhenLeased) -
     if policy is not WhenLeased.DROP:
         assert third.result().sequence == 2
     assert world.publish(4).result().sequence == 4
+
+
+def test_a_full_ring_asks_no_dead_service(make: Make) -> None:
+    """Versions that fail since nobody answers free their arenas, and training asks nobody."""
+    world = make(arenas=3)
+    world.publish(0).result()
+    world.shut()
+    world.publish(1)
+    world.wait_at_gate()
+    world.publish(2)
+    silent = ControlUnavailableError("silent")
+    world.control.fail("create_version", silent, times=1000)
+    asked: list[str] = []
+    delete = world.control.delete_version
+
+    def delete_version(uid: str) -> WeightVersion:
+        asked.append(threading.current_thread().name)
+        return delete(uid)
+
+    world.control.delete_version = delete_version  # type: ignore[method-assign]
+    line = world.publisher._line
+    wait = line.wait_for_one
+
+    def open_and_wait(timeout_s: float) -> bool:
+        world.control.gate.set()
+        return wait(timeout_s)
+
+    line.wait_for_one = open_and_wait  # type: ignore[method-assign]
+    third = world.publish(3)
+    assert threading.current_thread().name not in asked
+    with pytest.raises(ControlUnavailableError, match="silent"):
+        third.result()
+    assert "version.failed" not in world.names()
 
 
 def test_drop_prefers_newer_weights(make: Make) -> None:

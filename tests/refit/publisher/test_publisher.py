@@ -437,7 +437,7 @@ def test_close_releases_everything(make: Make) -> None:
     assert set(world.states().values()) == {"RELEASING"}
     with pytest.raises(FetchError):
         MemoryObjectReader().read_manifest(shard.manifest_endpoint, size_max=999, timeout_s=1)
-    with pytest.raises(PublishError, match="start"):
+    with pytest.raises(PublishError, match="closed"):
         world.publish()
 
 

@@ -202,7 +202,9 @@ class CanonicalPublisher:
     def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
         is_skipped = isinstance(cause, VersionSkippedError)
         name = "version.skipped" if is_skipped else "version.failed"
-        self._notify(name, publication.to_fields(cause))
+        log.info("%s %s: %s", name, publication.version_id, cause)
+        if not isinstance(cause, ControlUnavailableError):  # it would not hear of it either
+            self._notify(name, publication.to_fields(cause))
 
     def _publish(
         self, publication: Publication, captured: object, started: float

@@ -65,9 +65,10 @@ class Capturer:
                     raise VersionSkippedError(f"this version was left out: {exc}") from exc
                 if policy is WhenLeased.DROP and self._let_go():
                     continue
-                if self._clock.monotonic() + _POLL_S > deadline:
+                left_s = deadline - self._clock.monotonic()
+                if left_s < _POLL_S:
                     raise
-                self._wait_a_little()
+                self._wait_a_little(left_s)
 
     def stage(
         self, captured: object, payload_format: WeightPayloadFormat
@@ -121,9 +122,14 @@ class Capturer:
             return True
         return self._shelf is not None and self._shelf.drop_oldest_unleased()
 
-    def _wait_a_little(self) -> None:
-        """Wait for a publication to end, and without one for leases to."""
-        if not self._line.wait_for_one(self._options.stage_wait_s):
-            self._clock.sleep(_POLL_S)
-        if self._shelf is not None:
+    def _wait_a_little(self, left_s: float) -> None:
+        """Wait for a publication to end, and without one for leases to.
+
+        Whoever ended a publication has released what could be. Asking again here would have
+        training stand for a control service that does not answer.
+        """
+        if self._line.wait_for_one(left_s):
+            return
+        self._clock.sleep(_POLL_S)
+        if self._shelf is not None and not self._line.is_working:
             self._shelf.release()

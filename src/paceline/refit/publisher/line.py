@@ -194,13 +194,13 @@ class Line:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job has ended; False at the deadline."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_working, timeout_s)
+            return self._changed.wait_for(lambda: not self.is_working, timeout_s)
 
     def wait_for_one(self, timeout_s: float) -> bool:
         """Wait until one more job has ended; False if there is none, or at the deadline."""
         with self._changed:
             before = self._num_ended
-            if not self._is_working:
+            if not self.is_working:
                 return False
             return self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 
@@ -222,7 +222,7 @@ class Line:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_working, timeout_s)
+            self._changed.wait_for(lambda: not self.is_working, timeout_s)
             left = list(self._jobs)
             self._jobs.clear()
         for job in left:
@@ -236,7 +236,8 @@ class Line:
             return not self._is_busy
 
     @property
-    def _is_working(self) -> bool:
+    def is_working(self) -> bool:
+        """Whether a job is underway or waits."""
         return bool(self._jobs) or self._is_busy
 
     def _run(self) -> None:

@@ -19,6 +19,7 @@ from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
     ControlError,
+    ControlUnavailableError,
     PublishError,
     VersionSkippedError,
 )
@@ -384,7 +385,8 @@ class Publisher:
         is_skipped = isinstance(cause, VersionSkippedError)
         name = "version.skipped" if is_skipped else "version.failed"
         log.info("%s %s: %s", name, publication.version_id, cause)
-        self._notify(name, publication.to_fields(cause))
+        if not isinstance(cause, ControlUnavailableError):  # it would not hear of it either
+            self._notify(name, publication.to_fields(cause))
 
     def _version(
         self, uid: str, staged: StagedWeightVersionShardData, *, sequence: int, step: int
