@@ -251,7 +251,10 @@ def test_who_leaves_as_soon_as_it_is_out_has_not_given_up(world: World) -> None:
     assert a.wait_installed(timeout_s=1)
 
 
-def test_whoever_is_at_a_later_step_is_not_waited_for(world: World) -> None:
+@pytest.mark.parametrize("order", [(("a", 4), ("b", 5)), (("b", 5), ("a", 4))])
+def test_whoever_is_at_a_later_step_is_not_waited_for(
+    world: World, order: Sequence[tuple[str, int]]
+) -> None:
     """One failed to stage and went on: the others give that step up at once, and only those."""
     registrations = {slot: f"t@run/{slot}" for slot in SLOTS}
     parts = {}
@@ -267,14 +270,40 @@ def test_whoever_is_at_a_later_step_is_not_waited_for(world: World) -> None:
             slot=slot,
             slots=SLOTS,
         )
-    uids = [bring(world, parts["a"], "a", step=4), bring(world, parts["b"], "b", step=5)]
-    assert uids == ["run-000000", "run-000001"]
+    uids = [bring(world, parts[slot], slot, step=step) for slot, step in order]
+    if order[0][0] == "b":
+        uids.reverse()
     started = world.clock.monotonic()
     with pytest.raises(PublishError, match="lacks b, which went on to step 5 without step 4"):
         parts["a"].wait_ready(uids[0], step=4)
     assert world.clock.monotonic() == started
     with pytest.raises(PublishError, match="lacks a after 60 s"):  # it may still come
         parts["b"].wait_ready(uids[1], step=5)
+
+
+def test_a_process_that_was_stopped_catches_up(world: World) -> None:
+    """What the others gave up meanwhile is given up by it too; tried again, it is a new version."""
+    options = PublisherOptions(model_name="m", run_id="run", worker_id="t")
+    parts = {
+        slot: Together(
+            control=world.control, clock=world.clock, options=options, slot=slot, slots=SLOTS
+        )
+        for slot in SLOTS
+    }
+    registration = WorkerRegistration(worker_id="t@run/a", role=WorkerRole.TRAINER, model_name="m")
+    world.control.register_worker(registration, ttl_seconds=1000)
+    for step in (4, 5):
+        world.control.delete_version(bring(world, parts["a"], "a", step=step))
+    after = -1
+    for step in (4, 5):
+        turn = parts["b"].agree(step=step, after=after, head_uid=None, needs_full=False)
+        assert turn.is_given_up
+        after = turn.sequence
+    again = parts["b"].agree(step=5, after=after, head_uid=None, needs_full=True)
+    assert (again.sequence, again.is_given_up) == (2, False)
+    assert bring(world, parts["a"], "a", step=6) == "run-000002"
+    found = parts["b"].agree(step=6, after=after, head_uid=None, needs_full=False)
+    assert (found.sequence, found.is_full, found.is_given_up) == (2, True, False)
 
 
 def bring(world: World, part: Together, slot: str, *, step: int) -> str:

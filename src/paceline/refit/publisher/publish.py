@@ -338,6 +338,12 @@ class Publisher:
         self._agreed = publication.sequence = turn.sequence
         publication.version_id = version_uid(self._run_id, turn.sequence)
         self._next_sequence = max(self._next_sequence, turn.sequence + 1)
+        if turn.is_given_up:
+            self._due.full = True
+            raise PublishError(
+                f"step {publication.step} was given up by the other processes of this trainer, "
+                "which waited for this one in vain; publish the next step"
+            )
         return turn.is_full
 
     @property

@@ -40,6 +40,8 @@ class Turn:
     sequence: int
     is_full: bool
     """Stage everything: somebody has no base for a delta."""
+    is_given_up: bool = False
+    """The others waited for this process in vain, and went on."""
 
 
 class Together:
@@ -85,13 +87,18 @@ class Together:
         newest = max([after, *(self._sequence(version) for version in found)])
         for version in found:
             sequence = self._sequence(version)
-            if sequence <= after or not self._is_this(version, sequence, step):
+            if sequence <= after or not self._is_of(version, sequence, step):
+                continue
+            if version.state is not VersionState.STAGING:
                 continue
             is_full = version.payload_format in FULL_FORMATS
             if is_full or (not needs_full and version.base_version_id == head_uid):
                 return Turn(sequence=sequence, is_full=is_full)
             self._give_up(version.uid)  # a delta to what is not here: all have to start anew
             return Turn(sequence=newest + 1, is_full=True)
+        gone = [each for each in found if self._was_given_up(each, after=after, step=step)]
+        if gone:
+            return Turn(sequence=self._sequence(gone[-1]), is_full=True, is_given_up=True)
         return Turn(sequence=newest + 1, is_full=needs_full)
 
     def request(self, request: VersionRequest, *, step: int) -> VersionRequest:
@@ -132,11 +139,10 @@ class Together:
 
         One that is at an earlier step may still come, or see this one here and give its own up.
         """
-        here = sequence_of(uid, self._options.run_id)
         for version in self._of_run():
             later = _step_of(version.idempotency_key)
-            is_open = version.state is VersionState.STAGING and self._sequence(version) > here
-            if not is_open or later <= step:
+            is_ours = self._is_of(version, self._sequence(version), later)  # of this start
+            if version.state is not VersionState.STAGING or not is_ours or later <= step:
                 continue
             ahead = sorted(self._covered(version.uid).intersection(missing))
             if ahead:
@@ -187,11 +193,16 @@ class Together:
     def _sequence(self, version: WeightVersion) -> int:
         return sequence_of(version.uid, self._options.run_id)
 
-    def _is_this(self, version: WeightVersion, sequence: int, step: int) -> bool:
-        """Say whether somebody has created this step's version and waits for this slot."""
+    def _is_of(self, version: WeightVersion, sequence: int, step: int) -> bool:
+        """Say whether somebody has created this version for this step."""
         uid = version_uid(self._options.run_id, sequence)
-        key = _key(uid, step, self._options.incarnation)
-        return version.state is VersionState.STAGING and version.idempotency_key == key
+        return version.idempotency_key == _key(uid, step, self._options.incarnation)
+
+    def _was_given_up(self, version: WeightVersion, *, after: int, step: int) -> bool:
+        """Say whether a version of this step was made, and waited for, without this process."""
+        sequence = self._sequence(version)
+        is_gone = version.state is VersionState.RELEASING and version.description is None
+        return is_gone and sequence > after and self._is_of(version, sequence, step)
 
     def _give_up(self, uid: str) -> None:
         try:
