@@ -134,6 +134,12 @@ class SmallRun:
             self.uid, self.sequence, base, self.state, base_uid=base_uid
         )
 
+    def publish_state(self, state: State) -> WeightVersion:
+        """Publish some state whole, whatever the model is now."""
+        self._advance()
+        self.state = state
+        return self.trainer.publish_full(self.uid, self.sequence, state)
+
     def publish_halves(self, *, axis: int, is_full: bool) -> WeightVersion:
         """Publish the model as two processes do that each have half of every matrix."""
         base, base_uid = self.state, self.uid
