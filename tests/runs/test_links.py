@@ -130,3 +130,22 @@ def test_canonical_needs_a_bucket_in_the_environment_too() -> None:
         )
         with pytest.raises(UsageError, match="PACELINE_BUCKET"):
             joined.publisher({"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("more", "least"),
+    [
+        ("payload: XOR_DELTA", 3),
+        ("payload: FULL_TENSOR", 2),
+        ("payload: XOR_DELTA, staging: IN_PLACE", 1),
+    ],
+)
+def test_too_few_arenas_are_refused(more: str, least: int) -> None:
+    """With fewer there would be a version that never finds room, whoever waits for it."""
+    control = FakeControlPlane(clock=system_clock())
+    weights = {"w": torch.zeros(3)}
+    with ExitStack() as parts:
+        joined = connection(more, control, parts)
+        joined.publisher(weights, arenas=least)
+        with pytest.raises(UsageError, match=f"at least {least}"):
+            joined.publisher(weights, arenas=least - 1)
