@@ -21,8 +21,9 @@ _POLL_S = 5.0
 """How often a provider is asked; RunPod allows a request a second for a whole account."""
 _FIRST_POLL_S = 0.25
 """How soon a fresh machine is asked again; some are there in a second."""
-FIRST_LOOK_S = 1.0
-"""How long nothing is up for sure: where reads are counted, one before that costs the next."""
+FIRST_LOOK_S = 1.25
+"""How long nothing is up for sure: where reads are counted, one before that costs the next. It
+counts from before the create call, so there is a quarter of a second for that call in it."""
 DENIED_S_MAX = 180.0
 """How long a machine may refuse our key: some providers put it there after they say running."""
 
