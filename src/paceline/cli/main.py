@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 
@@ -50,6 +51,18 @@ VERBS: dict[str, tuple[str, str]] = {
 
 class VerbGroup(click.Group):
     """A group whose commands are imported when they are called, not when they are listed."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say what may have been meant when there is no such verb."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exc:
+            near = get_close_matches(args[0], VERBS, n=1)
+            if near and args[0] not in VERBS:
+                exc.message = f"{exc.message.rstrip('.')}; did you mean {near[0]!r}?"
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
