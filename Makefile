@@ -64,7 +64,7 @@ RUNPOD_CLIENT := runpod==1.12.0
 clients: .venv-vastai/.done .venv-runpod/.done  ## providers' own clients, apart from ours, to drive the fakes
 
 unit: setup clients  ## the tests
-	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
+	$(BIN)/pytest -n 4 -m 'not gpu and not slow'
 
 coverage: setup  ## how much of the deciding code the tests reach; 98 % is the floor
 	$(BIN)/pytest -q -n 2 -m 'not gpu and not slow' --cov=paceline --cov-branch --cov-report=

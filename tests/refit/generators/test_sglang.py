@@ -194,12 +194,14 @@ class TestGenerate:
     def test_across_an_update(self, engine: SglangEngine, server: FakeSglang) -> None:
         """A sample that crosses an update says where, and was computed on with the new weights."""
         engine.at_safe_point(nothing, installed=V1, timeout_s=5)
+        server.hold_at = 40
         future = engine.submit([1], Sampling(max_tokens=100, ignore_eos=True))
-        wait_for(lambda: server.num_tokens > 0)
+        wait_for(lambda: server.num_tokens == 40)
         engine.at_safe_point(flip(engine), installed=V2, timeout_s=5)
+        server.hold_at = None
         spans = future.result(30).choices[0].spans
         assert [span.installed for span in spans] == [V1, V2]
-        assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, 100)
+        assert (spans[0].start, spans[0].end, spans[1].end) == (0, 40, 100)
 
     def test_an_old_release_says_nothing_of_spans(
         self, engine: SglangEngine, server: FakeSglang
@@ -209,9 +211,11 @@ class TestGenerate:
         engine.at_safe_point(nothing, installed=V1, timeout_s=5)
         whole = engine.submit([1], Sampling(max_tokens=3)).result(10).choices[0]
         assert [span.installed for span in whole.spans] == [V1]
+        server.hold_at, drawn = 40, server.num_tokens
         future = engine.submit([1], Sampling(max_tokens=100))
-        wait_for(lambda: server.num_running == 1)
+        wait_for(lambda: server.num_tokens == drawn + 40)
         engine.at_safe_point(flip(engine), installed=V2, timeout_s=5)
+        server.hold_at = None
         with pytest.raises(EngineNotReadyError, match="crossed an update"):
             future.result(30)
 

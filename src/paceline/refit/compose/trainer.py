@@ -27,7 +27,7 @@ from paceline.refit.trainers.registry import TRAINER_ENGINES
 from paceline.refit.transports.routes import Routes
 
 if TYPE_CHECKING:
-    from paceline.refit.publisher import CanonicalPublisher, Publisher
+    from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
     from paceline.refit.rollouts import RolloutClient
     from paceline.refit.trainers.protocol import Quantise
     from paceline.refit.transports.several import Source
@@ -223,42 +223,59 @@ class TrainerConnection:
             UsageError: a LoRA alone, in a format that has none.
             ValueError: the tensors or the policy do not fit.
         """
-        from paceline.refit.publisher import CanonicalPublisher, Publisher, PublisherOptions
-
-        how = PublisherOptions(
-            model_name=self.settings.model_name,
-            run_id=self.settings.run_id,
-            worker_id=self.worker_id,
-            staging_mode=self.settings.staging_mode,
-            payload_format=self.settings.payload_format,
-            anchor_every=self.settings.anchor_every,
-            when_leased=self.settings.when_leased,
-            when_in_place=self.settings.when_in_place,
-            when_unproven=self.settings.when_unproven,
-            sign=signer(self._credentials),
-            checkpoint_files=_config_of(tensors),
-            incarnation=self.settings.incarnation,
-        )
         engine = engine or _engine_of(tensors, is_shared=self.settings.world_size > 0 and not alone)
         if engine == "sharded":
             options["mesh"] = mesh
         options |= {"wire_dtypes": wire_dtypes, "quantise": quantise}
         made = partial(self._trainer, tensors, engine, options)
-        if self.settings.format is PublishedFormat.CANONICAL:
-            if self.settings.world_size > 1 and not alone:
-                raise UsageError(
-                    "canonical versions have one source: publish from one process, with alone=True"
-                )
-            if options.get("publishes") == "alone":
-                raise UsageError("the canonical format has no LoRAs: publish it merged")
-            return CanonicalPublisher(
-                control=self._control,
-                trainer=made(storage=None),
-                bucket=open_bucket(self.settings.data),
-                clock=self._clock,
-                options=how,
-                notify=self.notify,
+        how = self._publisher_options(_config_of(tensors))
+        if self.settings.format is not PublishedFormat.CANONICAL:
+            return self._open_publisher(made, how)
+        if self.settings.world_size > 1 and not alone:
+            raise UsageError(
+                "canonical versions have one source: publish from one process, with alone=True"
             )
+        if options.get("publishes") == "alone":
+            raise UsageError("the canonical format has no LoRAs: publish it merged")
+        return self._open_canonical(made, how)
+
+    def _publisher_options(self, files: Mapping[str, bytes]) -> "PublisherOptions":
+        from paceline.refit.publisher import PublisherOptions
+
+        settings = self.settings
+        return PublisherOptions(
+            model_name=settings.model_name,
+            run_id=settings.run_id,
+            worker_id=self.worker_id,
+            staging_mode=settings.staging_mode,
+            payload_format=settings.payload_format,
+            anchor_every=settings.anchor_every,
+            when_leased=settings.when_leased,
+            when_in_place=settings.when_in_place,
+            when_unproven=settings.when_unproven,
+            sign=signer(self._credentials),
+            checkpoint_files=files,
+            incarnation=settings.incarnation,
+        )
+
+    def _open_canonical(
+        self, made: Callable[..., Any], how: "PublisherOptions"
+    ) -> "CanonicalPublisher":
+        from paceline.refit.publisher import CanonicalPublisher
+
+        return CanonicalPublisher(
+            control=self._control,
+            trainer=made(storage=None),
+            bucket=open_bucket(self.settings.data),
+            clock=self._clock,
+            options=how,
+            notify=self.notify,
+        )
+
+    def _open_publisher(self, made: Callable[..., Any], how: "PublisherOptions") -> "Publisher":
+        """Listen, and bind the tensors. Raises PreflightError, and what the adapter raises."""
+        from paceline.refit.publisher import Publisher
+
         settings = self.settings
         port = settings.port + settings.local_rank if settings.port else 0
         server = open_source(

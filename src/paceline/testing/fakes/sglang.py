@@ -84,6 +84,8 @@ class FakeSglang:
         self.tells_spans = True
         self._running: dict[str, bool] = {}
         self.num_tokens = 0
+        self.hold_at: int | None = None
+        """No request gets more tokens than this until it is None again."""
         self._is_paused = False
 
     def close(self) -> None:
@@ -185,15 +187,15 @@ class FakeSglang:
         tokens: list[int] = []
         versions: list[str] = []
         try:
-            while len(tokens) < params["max_new_tokens"] and self._running[rid]:
+            while len(tokens) < params["max_new_tokens"] and self._running.get(rid):
                 await asyncio.sleep(TOKEN_S)  # noqa: TID251 - a server of its own, on its own time
-                if not self._is_paused:
+                if not self._is_paused and len(tokens) != self.hold_at and rid in self._running:
                     tokens.append(self._next_token(body["input_ids"], tokens, params))
                     self.num_tokens += 1
                     versions.append(self.weight_version)
-            is_whole = self._running[rid]
+            is_whole = self._running.get(rid, False)
         finally:
-            del self._running[rid]
+            self._running.pop(rid, None)
         return JSONResponse(self._document(rid, tokens, versions, is_whole=is_whole))
 
     def _next_token(self, prompt: list[int], tokens: list[int], params: Mapping[str, Any]) -> int:
