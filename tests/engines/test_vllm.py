@@ -83,6 +83,22 @@ def test_versions_are_what_a_fresh_load_gives(
     assert follower.version(span.version) == follower.health().installed
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_versions_of_two_processes(
+    llm: Any, run: SmallRun, follower: LlmFollower, tmp_path: Path, axis: int
+) -> None:
+    """Halves of rows are stretches of the copy that versions apply to; halves of columns none."""
+    for turn in range(3):
+        run.train(share=0.02, seed=turn)
+        run.publish_halves(axis=axis, is_full=not turn)
+        installed = follower.catch_up(timeout_s=PATIENCE_S)
+        said = run.control.get_version(run.uid).description
+        assert said is not None
+        assert (installed.version_id, installed.root_digest) == (run.uid, said.root_digest)
+        assert ask(llm) == fresh(llm, run, tmp_path / str(turn))
+        assert worker(llm).weight_transfer_engine.prove() == said.root_digest
+
+
 def test_every_way_is_used(llm: Any, run: SmallRun, follower: LlmFollower) -> None:
     """Norms and embeddings are written in place; what vLLM packs for the CPU is loaded again."""
     run.publish_full()

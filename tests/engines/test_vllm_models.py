@@ -184,3 +184,38 @@ def test_a_draft_is_part_of_the_version(tmp_path: Path) -> None:
         assert llm.collective_rpc("paceline_prove") == [run.root]
         follower.close()
     assert min(first, second) > 0.9 > apart
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_follow_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halves of rows and of columns, whole and as deltas: tokens are those of the same from one.
+
+    And those of a fresh start with the newest files.
+    """
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    workers: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    model_dir = write_tiny_qwen3(tmp_path / "model", **SIZES)
+    with SmallRun(tmp_path, tiny_model(model_dir, seed=1), model_dir=model_dir) as run:
+        llm = start(model_dir, **LLM_ARGS, **workers)
+        follower = LlmFollower(llm, run.config)
+        for axis in (0, 1):
+            found = []
+            for turn in range(3):
+                run.train(share=0.02, seed=turn)
+                run.publish_halves(axis=axis, is_full=not turn)
+                installed = follower.catch_up(timeout_s=PATIENCE_S)
+                assert installed.version_id == run.uid
+                assert llm.collective_rpc("paceline_prove") == [installed.root_digest] * 2
+                found.append((run.state, answers(llm)))
+            assert len({str(got) for _, got in found}) == 3
+            for state, got in found:
+                run.publish_state(state)
+                assert follower.catch_up(timeout_s=PATIENCE_S).version_id == run.uid
+                assert answers(llm) == got
+        follower.close()
+        del llm, follower
+        gc.collect()
+        again = start(save_whole(run, model_dir, tmp_path / "files"), **workers)
+        assert answers(again) == got

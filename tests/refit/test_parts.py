@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.refit.apply import check_live, write_install
+from paceline.refit.apply import Checks, check_live, write_install
 from paceline.refit.delta.codec import REFERENCE
-from paceline.refit.digest import root_digest, version_root
+from paceline.refit.digest import version_root
 from paceline.refit.errors import ApplyError, VerifyError
 from paceline.refit.generators.vllm.mirror import MemoryJournal, changes_of
-from paceline.refit.manifest.v1 import Manifest, Scheme
+from paceline.refit.manifest.v1 import Lora, LoraModule, Scheme
 from paceline.refit.model import Region, TensorBuffer
 from paceline.refit.parts import FetchedShard, stage_shards
-from paceline.testing.payloads import delta_payload, full_payload
+from paceline.testing.payloads import delta_payload, full_payload, slot_of
 
 SHAPE = (6, 8)
 CUTS: Mapping[str, Sequence[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]]] = {
@@ -73,41 +73,24 @@ def shards(
     found = []
     for index, own in enumerate(CUTS[cuts]):
         parts = {name: part(new, name, cut) for name, cut in own.items()}
-        if base is None:
-            manifest, data = full_payload(parts.values())
-        else:
-            before = {name: part(base, name, cut) for name, cut in own.items()}
-            schemes = {} if scheme is None else dict.fromkeys(parts, scheme)
-            manifest, data = delta_payload(before, parts, scheme_of=schemes)
-            said = root_digest(cut_entries(manifest_of(before), own))
-            manifest = replace(manifest, base_root=said)
-        entries = cut_entries(manifest, own)
-        manifest = replace(
-            manifest,
-            source_slot_id=f"s{index}",
-            tensors=entries,
-            root_digest=root_digest(entries),
-        )
-        objects = {manifest.objects[0].object_id: memoryview(data)}
+        before = {} if base is None else {n: part(base, n, cut) for n, cut in own.items()}
+        schemes = {} if scheme is None else dict.fromkeys(parts, scheme)
+        made = full_payload(parts.values())
+        if base is not None:
+            made = delta_payload(before, parts, scheme_of=schemes)
+        manifest = slot_of(made[0], slot=f"s{index}", regions=regions_of(own), base=before.values())
+        objects = {manifest.objects[0].object_id: memoryview(made[1])}
         found.append(FetchedShard(manifest=manifest, objects=objects))
     return found
 
 
-def manifest_of(parts: Mapping[str, TensorBuffer]) -> Manifest:
-    return full_payload(parts.values())[0]
-
-
-def cut_entries(manifest: Manifest, own: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Say of each entry which part it is."""
-    return tuple(
-        replace(
-            entry,
-            region=None
-            if own[entry.name][1] == SHAPES[entry.name]
-            else Region(global_shape=SHAPES[entry.name], offsets=own[entry.name][0]),
-        )
-        for entry in manifest.tensors
-    )
+def regions_of(own: Mapping[str, Any]) -> Mapping[str, Region]:
+    """Say of each tensor which part this is; nothing of whole ones."""
+    return {
+        name: Region(global_shape=SHAPES[name], offsets=offsets)
+        for name, (offsets, shape) in own.items()
+        if shape != SHAPES[name]
+    }
 
 
 def is_live(live: Mapping[str, TensorBuffer], weights: State) -> bool:
@@ -216,6 +199,31 @@ def test_shards_that_are_not_the_live_tensors_are_refused() -> None:
         stage_shards([*rows, rows[0]], live=live, aliases={}, base=None)
     with pytest.raises(VerifyError, match="tied on one side only"):
         stage_shards(rows, live=live, aliases={"c": "w"}, base=None)
+
+
+def test_all_shards_are_of_the_same_lora_as_the_engine() -> None:
+    live = buffers(state(0))
+    lora = Lora(
+        model_root="ab" * 32,
+        is_rank_stabilised=False,
+        modules=(LoraModule(name="m", rank=4, alpha="8"),),
+    )
+    first, second = shards(state(1), "rows")
+    one, other = (with_lora(each, lora) for each in (first, second))
+    checks = Checks(lora=lora)
+    write_install(stage_shards([one, other], live=live, aliases={}, base=None, checks=checks))
+    assert is_live(live, state(1))
+    with pytest.raises(VerifyError, match="the version is a LoRA alone"):
+        stage_shards([one, other], live=live, aliases={}, base=None)
+    with pytest.raises(VerifyError, match="the version is a whole model"):
+        stage_shards([one, second], live=live, aliases={}, base=None, checks=checks)
+    elsewhere = with_lora(second, replace(lora, model_root="cd" * 32))
+    with pytest.raises(VerifyError, match="for other weights"):
+        stage_shards([one, elsewhere], live=live, aliases={}, base=None, checks=checks)
+
+
+def with_lora(shard: FetchedShard, lora: Lora) -> FetchedShard:
+    return replace(shard, manifest=replace(shard.manifest, lora=lora))
 
 
 def replace_tensors(shard: FetchedShard, without: str) -> FetchedShard:

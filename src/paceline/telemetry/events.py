@@ -21,6 +21,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "version.skipped": ("version_id", "sequence", "step", "reason"),
     "chain.continued": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
     "chain.broken": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
+    "chain.slot": ("run_id", "slot", "incarnation", "last_version_id", "root_digest"),
     # any role
     "role.progress": ("phase", "done", "total", "note"),
     # generator

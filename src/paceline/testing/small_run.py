@@ -18,6 +18,7 @@ from paceline.refit.model import TensorBuffer, WeightVersion
 from paceline.refit.staging.torch_bytes import byte_view
 from paceline.refit.transports.registry import OBJECT_SERVERS
 from paceline.testing.fakes.trainer import FakeTrainer, State, root_of
+from paceline.testing.payloads import halves_payload
 
 DATA_TOKEN = "data-token-of-a-test"  # noqa: S105
 
@@ -131,6 +132,23 @@ class SmallRun:
         self._advance()
         return self.trainer.publish_delta(
             self.uid, self.sequence, base, self.state, base_uid=base_uid
+        )
+
+    def publish_state(self, state: State) -> WeightVersion:
+        """Publish some state whole, whatever the model is now."""
+        self._advance()
+        self.state = state
+        return self.trainer.publish_full(self.uid, self.sequence, state)
+
+    def publish_halves(self, *, axis: int, is_full: bool) -> WeightVersion:
+        """Publish the model as two processes do that each have half of every matrix."""
+        base, base_uid = self.state, self.uid
+        self._advance()
+        made = halves_payload(
+            self.state, axis=axis, base=None if is_full else base, aliases=self.trainer.aliases
+        )
+        return self.trainer.publish_slots(
+            self.uid, self.sequence, made, base_uid=None if is_full else base_uid
         )
 
     def encode_delta(self) -> Callable[[], WeightVersion]:

@@ -70,7 +70,7 @@ def test_codes_arrive_and_are_used(tmp_path: Path, policy: dict[str, str]) -> No
     """Whole and as a delta, also in blocks that do not fill up; tokens are of what codes mean."""
     sizes = {"hidden_size": 160, "intermediate_size": 136}
     run = MemoryRun(write_tiny_qwen3(tmp_path, tie_word_embeddings=False, **sizes))
-    run.trainer._aliases = ()
+    run.trainer.aliases = ()
     follower = Follower(run, "g-0", quantised=policy, weights="twice")
     first = codes_of(run, policy)
     run.trainer.publish_full("v0", 0, state_of(first))
@@ -90,7 +90,7 @@ def test_codes_arrive_and_are_used(tmp_path: Path, policy: dict[str, str]) -> No
 def test_weights_where_codes_are_live(tmp_path: Path) -> None:
     """A version that is not quantised is refused whole, and the other way round."""
     run = MemoryRun(write_tiny_qwen3(tmp_path, tie_word_embeddings=False))
-    run.trainer._aliases = ()
+    run.trainer.aliases = ()
     coded, plain = Follower(run, "g-0", quantised=POLICIES[0]), Follower(run, "g-1")
     run.trainer.publish_full("v0", 0, state_of(codes_of(run, {})))
     for follower in (coded, plain):

@@ -61,7 +61,7 @@ def draft_model(draft_dir: Path, *, seed: int) -> torch.nn.Module:
 def publish(run: MemoryRun, state: State, *, base: State | None = None) -> None:
     """Publish both models as one version; the draft's output is its embedding."""
     tied = "draft.model.embed_tokens.weight" in state and "draft.lm_head.weight" not in state
-    run.trainer._aliases = (
+    run.trainer.aliases = (
         (("draft.lm_head.weight", "draft.model.embed_tokens.weight"),) if tied else ()
     )
     run.sequence += 1

@@ -21,7 +21,7 @@ from paceline.refit.rollouts.wire import parse_choices
 from paceline.refit.serving.response import render_completion
 from paceline.refit.staging.torch_bytes import byte_view
 from paceline.testing.fakes.trainer import State, root_of
-from paceline.testing.payloads import delta_payload, full_payload, tensor_entry
+from paceline.testing.payloads import delta_payload, full_payload, halves_payload, tensor_entry
 from paceline.testing.tiny_model import tiny_model, write_tiny_qwen3
 from refit.generators.refitting import Follower, MemoryRun
 
@@ -100,7 +100,7 @@ def base_of(model: Any) -> torch.nn.Module:
 def run(tmp_path: Path) -> MemoryRun:
     made = MemoryRun(write_tiny_qwen3(tmp_path, tie_word_embeddings=False))
     made.model.module.save_pretrained(tmp_path)
-    made.trainer._aliases = ()
+    made.trainer.aliases = ()
     return made
 
 
@@ -159,6 +159,36 @@ def test_tokens_are_those_of_peft(run: MemoryRun, trained: Trained, follower: Fo
         trained.step()
     assert len(seen) == 3
     assert tuple(run.model.greedy(PROMPT, 16)) not in seen
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_lora_of_two_processes(
+    run: MemoryRun, trained: Trained, follower: Follower, axis: int
+) -> None:
+    """Its halves come from two slots, whole and as deltas; halves of two LoRAs are none."""
+    state: State | None = None
+    for sequence in range(3):
+        before, state = state, trained.state()
+        made = halves_payload(state, axis=axis, base=before, lora=trained.describe())
+        base_uid = f"v{sequence - 1}" if sequence else None
+        run.trainer.publish_slots(f"v{sequence}", sequence, made, base_uid=base_uid)
+        follower.settle()
+        generation = follower.generate(PROMPT, GREEDY)
+        (span,) = generation.choices[0].spans
+        assert (span.installed.version_id, span.installed.model_root) == (
+            f"v{sequence}",
+            trained.root,
+        )
+        assert tokens(generation) == trained.greedy()
+        trained.step()
+    made = halves_payload(trained.state(), axis=axis, lora=trained.describe())
+    made[1] = (replace(made[1][0], lora=of_others(trained.describe())), made[1][1])
+    run.trainer.publish_slots("v3", 3, made)
+    follower.settle()
+    assert follower.receiver.figures()["refusals"]
+    installed = follower.engine.installed()
+    assert installed is not None
+    assert installed.sequence == 2
 
 
 def test_another_rank_and_other_modules(run: MemoryRun, follower: Follower) -> None:

@@ -1,6 +1,6 @@
 """Several processes, one version: they find each other's, and nobody waits for the dead."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from paceline.refit.digest import version_root
 from paceline.refit.errors import AccessRefusedError, ControlError, PublishError
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.model import (
+    Event,
     Region,
     VersionRequest,
     VersionState,
@@ -19,7 +20,13 @@ from paceline.refit.model import (
     WeightVersion,
     WorkerRegistration,
 )
-from paceline.refit.publisher import PublishedVersion, Publisher, PublisherOptions
+from paceline.refit.publisher import (
+    PublishedVersion,
+    Publisher,
+    PublisherOptions,
+    WhenUnproven,
+)
+from paceline.refit.publisher.resuming import BROKEN, CONTINUED
 from paceline.refit.trainers.protocol import Collected
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
@@ -35,10 +42,10 @@ ROWS = 8
 class Half(TorchModuleTrainer):
     """One of two processes: half of the rows of one tensor."""
 
-    def __init__(self, slot: str, clock: FakeClock) -> None:
+    def __init__(self, slot: str, clock: FakeClock, *, fill: float = 0.0) -> None:
         super().__init__(clock=clock, transport="memory")
         self._slot = slot
-        self.weights = torch.zeros(ROWS // 2, 5)
+        self.weights = torch.full((ROWS // 2, 5), fill)
 
     @property
     def expected_source_slots(self) -> tuple[str, ...]:
@@ -51,7 +58,7 @@ class Half(TorchModuleTrainer):
 
 
 class WatchedControl(ControlLedger):
-    """Lets the test act while somebody waits: whoever waits asks who lives."""
+    """Lets the test act while somebody waits: whoever waits asks who lives, or what is told."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(MemoryStore(clock=clock), nonce=counting())
@@ -70,6 +77,11 @@ class WatchedControl(ControlLedger):
             self.meanwhile.pop()()
         return super().list_workers(model_name)
 
+    def list_events(self, *, after: int = 0, limit: int = 1000) -> Sequence[Event]:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return super().list_events(after=after, limit=limit)
+
 
 @dataclass
 class World:
@@ -77,13 +89,22 @@ class World:
 
     clock: FakeClock = field(default_factory=FakeClock)
     started: list[Publisher] = field(default_factory=list)
+    told: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.control = WatchedControl(self.clock)
 
-    def rank(self, slot: str, *, incarnation: str = "1", name: str = "") -> Publisher:
-        """Start a process."""
-        trainer = Half(slot, self.clock)
+    def rank(
+        self,
+        slot: str,
+        *,
+        incarnation: str = "1",
+        name: str = "",
+        fill: float = 0.0,
+        policy: WhenUnproven = WhenUnproven.ANCHOR,
+    ) -> Publisher:
+        """Start a process whose weights are all the same."""
+        trainer = Half(slot, self.clock, fill=fill)
         trainer.bind_tensors({})
         publisher = Publisher(
             control=self.control,
@@ -95,13 +116,28 @@ class World:
                 run_id="run",
                 worker_id=name or f"t-{slot}-{len(self.started)}",
                 incarnation=incarnation,
+                when_unproven=policy,
                 close_wait_s=0.1,
                 heartbeat_wait=lambda seconds: True,  # no heartbeat: tests register
             ),
+            notify=lambda name, fields: self.told.append((name, fields)),
         )
-        publisher.start()
         self.started.append(publisher)
+        publisher.start()
         return publisher
+
+    def again(
+        self, *, fills: Sequence[float] = (0.0, 0.0), **options: Any
+    ) -> tuple[Publisher, Publisher]:
+        """Start both anew, the second while the first waits for it."""
+        self.told.clear()
+        found: list[Publisher] = []
+
+        def start_second() -> None:
+            found.append(self.rank("b", incarnation="2", fill=fills[1], **options))
+
+        self.control.meanwhile.append(start_second)
+        return self.rank("a", incarnation="2", fill=fills[0], **options), found[0]
 
     def together(self, first: Publisher, second: Publisher, *, step: int) -> list[PublishedVersion]:
         """Let the second publish while the first waits for it."""
@@ -110,9 +146,9 @@ class World:
         return [self.publish(first, step), *found]
 
     def publish(self, rank: Publisher, step: int) -> PublishedVersion:
-        """Take a step and publish it."""
+        """Take a step and publish it; step 0 is the weights as they are."""
         half: Any = rank._trainer
-        half.weights[0, step % 5] += 1
+        half.weights[0, step % 5] += min(step, 1)
         return rank.publish(step=step).result(60)
 
     def states(self) -> dict[str, VersionState]:
@@ -254,3 +290,100 @@ def test_a_control_service_that_is_away_costs_no_memory(world: World) -> None:
     world.control.refuses = False
     for published in world.together(a, b, step=9):
         assert published.sequence == 1
+
+
+def test_all_that_have_the_last_weights_continue(world: World) -> None:
+    """Each proves its own slot; the next version is a delta that follows from the last one.
+
+    Its anchor needs both at once: see the ranks that are processes, in trainers/test_sharded.py.
+    """
+    last, _ = world.together(world.rank("a"), world.rank("b"), step=0)
+    a, b = world.again()
+    assert [name for name, _ in world.told] == [CONTINUED, CONTINUED]
+    for _, fields in world.told:
+        assert fields["last_version_id"] == last.version_id
+        assert fields["root_digest"] == last.root_digest
+    for published in world.together(b, a, step=1):
+        assert (published.version_id, published.payload_format) == ("run-000001", DELTA)
+        assert published.changed_elements == 2
+    said = world.control.get_version("run-000001").description
+    assert said is not None
+    assert said.parent_root == last.root_digest
+
+
+@pytest.mark.parametrize("fills", [(0.0, 3.0), (3.0, 0.0)])
+def test_one_with_other_weights_makes_all_start_anew(
+    world: World, fills: tuple[float, float]
+) -> None:
+    """No version is lost over it: all know before the first one, and say so."""
+    last, _ = world.together(world.rank("a"), world.rank("b"), step=0)
+    a, b = world.again(fills=fills)
+    assert [name for name, _ in world.told] == [BROKEN, BROKEN]
+    assert {fields["last_version_id"] for _, fields in world.told} == {last.version_id}
+    assert len({fields["root_digest"] for _, fields in world.told}) == 1
+    for published in world.together(a, b, step=1):
+        assert (published.version_id, published.payload_format) == ("run-000001", FULL)
+    said = world.control.get_version("run-000001").description
+    assert said is not None
+    assert said.parent_root is None
+    for published in world.together(b, a, step=2):
+        assert published.payload_format is DELTA
+
+
+def test_older_weights_are_named_and_may_have_a_run_of_their_own(world: World) -> None:
+    """All take the same new run id, and meet there again."""
+    a, b = world.rank("a"), world.rank("b")
+    for step in (0, 1):
+        world.together(a, b, step=step)
+    a, b = world.again(policy=WhenUnproven.NEW_RUN)
+    assert all("those of run-000000" in str(fields["reason"]) for _, fields in world.told)
+    assert a.run_id == b.run_id == "run.2"
+    for step, pair in enumerate([(a, b), (b, a)]):
+        for published in world.together(*pair, step=step):
+            assert published.version_id == f"run.2-{step:06d}"
+            assert published.payload_format is (DELTA if step else FULL)
+
+
+def test_others_may_be_refused_and_then_nobody_starts(world: World) -> None:
+    """Also where the process itself has what it should have."""
+    world.together(world.rank("a"), world.rank("b"), step=0)
+    refused = []
+
+    def start_second() -> None:
+        with pytest.raises(PublishError) as caught:
+            world.rank("b", incarnation="2", fill=1.0, policy=WhenUnproven.REFUSE)
+        refused.append(str(caught.value))
+
+    world.control.meanwhile.append(start_second)
+    with pytest.raises(PublishError, match="load the weights of step 0"):
+        world.rank("a", incarnation="2", policy=WhenUnproven.REFUSE)
+    assert len(refused) == 1
+    a, b = world.again(policy=WhenUnproven.REFUSE)
+    assert {each.sequence for each in world.together(a, b, step=1)} == {1}
+
+
+def test_one_that_does_not_come_is_waited_for_until_the_deadline(world: World) -> None:
+    """What an earlier start told does not count."""
+    world.together(world.rank("a"), world.rank("b"), step=0)
+    world.again()
+    world.told.clear()
+    asked_s = world.clock.monotonic()
+    world.rank("a", incarnation="3")
+    assert 60 < world.clock.monotonic() - asked_s < 62
+    ((name, fields),) = [each for each in world.told if each[0].startswith("chain.")]
+    assert name == BROKEN
+    assert "not every process of this trainer" in str(fields["reason"])
+
+
+def test_one_that_comes_back_to_living_ones_does_not_wait_for_them(world: World) -> None:
+    """They began before and went on since: nobody else starts now."""
+    a, b = world.rank("a"), world.rank("b")
+    world.together(a, b, step=0)
+    world.control.meanwhile += [b._heartbeat.register] * 200
+    asked_s = world.clock.monotonic()
+    again = world.rank("a")
+    assert world.clock.monotonic() - asked_s < 10
+    world.control.meanwhile.clear()
+    assert world.told[-1][0] == BROKEN
+    for published in world.together(again, b, step=1):
+        assert published.payload_format is FULL

@@ -12,8 +12,15 @@ from paceline.refit.digest import root_digest
 from paceline.refit.generators.protocol import EngineConfig
 from paceline.refit.generators.transformers.engine import TransformersEngine
 from paceline.refit.manifest.region import Box
-from paceline.refit.model import Region, TensorBuffer, VersionState, WeightPayloadFormat
+from paceline.refit.model import (
+    Region,
+    TensorBuffer,
+    VersionDescription,
+    VersionState,
+    WeightPayloadFormat,
+)
 from paceline.refit.plan.resharding import want_fused, want_part
+from paceline.refit.publisher.resuming import BROKEN, CONTINUED
 from paceline.store.memory import MemoryStore
 from paceline.system import system_clock
 from paceline.testing.fakes.control import LoopbackControl
@@ -147,7 +154,10 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_of_four_ranks_is_killed(tmp_path: Path) -> None:
-    """While the others wait for it: they are told, and the next version follows a restart."""
+    """While the others wait for it: they are told, and the next version follows a restart.
+
+    It is a delta, with its anchor, if all begin with what was READY last; full if only three do.
+    """
     control = LoopbackControl(MemoryStore(clock=system_clock()))
     environment = run_environment(tmp_path, control)
     everybody = range(4)
@@ -170,9 +180,34 @@ def test_one_of_four_ranks_is_killed(tmp_path: Path) -> None:
     with start_ranks(tmp_path, environment, ranks=4, incarnation="2") as ranks:
         ranks.go(0, *everybody)
         for ended in ranks.ended(0, *everybody).values():
-            assert (ended["version"], ended["format"]) == ("run-000002", "FULL_TENSOR")
-    assert control.ledger.get_version("run-000002").state is VersionState.READY
+            assert (ended["version"], ended["format"]) == ("run-000002", "XOR_DELTA")
+    assert chain_events(control) == ["chain.continued"] * 4
+    assert parent_of(control, "run-000002") == said_of(control, "run-000000").root_digest
+    assert control.ledger.get_version("run-000002-full").state is VersionState.READY
+    (tmp_path / "other-1").touch()
+    with start_ranks(tmp_path, environment, ranks=4, incarnation="3") as ranks:
+        ranks.go(0, *everybody)
+        for ended in ranks.ended(0, *everybody).values():
+            assert (ended["version"], ended["format"]) == ("run-000003", "FULL_TENSOR")
+    assert chain_events(control)[4:] == ["chain.broken"] * 4
+    assert parent_of(control, "run-000003") is None
     control.stop()
+
+
+def said_of(control: LoopbackControl, uid: str) -> VersionDescription:
+    found = control.ledger.get_version(uid).description
+    assert found is not None
+    return found
+
+
+def parent_of(control: LoopbackControl, uid: str) -> str | None:
+    return said_of(control, uid).parent_root
+
+
+def chain_events(control: LoopbackControl) -> list[str]:
+    """What the ranks found out about their weights, in order."""
+    names = [event.name for event in control.ledger.list_events()]
+    return [name for name in names if name in (CONTINUED, BROKEN)]
 
 
 def covered_slots(control: LoopbackControl, uid: str) -> int:

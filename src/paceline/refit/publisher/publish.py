@@ -42,7 +42,7 @@ from paceline.refit.publisher.in_place import HasStepHook, LiveWeights
 from paceline.refit.publisher.installed import is_installed
 from paceline.refit.publisher.line import Job, Line, Publication
 from paceline.refit.publisher.patience import persist
-from paceline.refit.publisher.resuming import take_up
+from paceline.refit.publisher.resuming import alone, take_up
 from paceline.refit.publisher.shelf import VersionShelf
 from paceline.refit.publisher.together import Together, options_of
 from paceline.refit.publisher.values import (
@@ -171,19 +171,21 @@ class Publisher:
         """Register, find out where the run is, and keep the registration alive.
 
         If the run has published something, the weights as they are now are compared with the last
-        of it: equal ones go on with the chain, for others see ``WhenUnproven``.
+        of it: equal ones go on with the chain, for others see ``WhenUnproven``. Of a trainer of
+        several processes, start all: they wait for each other, and all of them have to have them.
 
         Raises:
             ControlError: the control service does not answer in time, or refuses.
             PublishError: the weights are not those that the run published last.
         """
         self._persist(self._heartbeat.register)
-        if self._together is None:
+        self._heartbeat.start()  # a proof takes longer than a registration may last
+        try:
             self._take_up()
-        else:
-            self._together.start()  # which sequence comes next is agreed on at each version
-        self._capturer.prepare()
-        self._heartbeat.start()
+            self._capturer.prepare()
+        except BaseException:
+            self._heartbeat.stop(self._options.control_wait_s)
+            raise
         self._line.start()
 
     def publish(self, *, step: int) -> Publication:
@@ -306,9 +308,14 @@ class Publisher:
 
     def _take_up(self) -> None:
         """Find out where the run is."""
-        options = self._options
+        options, root_of_all = self._options, alone
+        if self._together is not None:
+            self._together.start()
+            root_of_all = self._together.root_of_all
         found = self._persist(lambda: self._control.list_versions(options.model_name))
-        start = take_up(found, self._trainer, options)
+        start = take_up(found, self._trainer, options, root_of_all=root_of_all)
+        if self._together is not None:
+            self._together.run_id = start.run_id
         self._run_id, self._next_sequence = start.run_id, start.next_sequence
         self._head = start.head
         if start.head is not None:

@@ -4,7 +4,7 @@ If it can prove that it has, the chain goes on. If not, whoever looks at the run
 version says that it follows from one that it does not follow from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,8 @@ from paceline.refit.trainers.protocol import SupportsChain, TrainerEngineAdapter
 
 CONTINUED: Final = "chain.continued"
 BROKEN: Final = "chain.broken"
+RootOfAll = Callable[[str, str], str]
+"""Takes the last version's uid and this process's root; returns that of all processes together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,21 @@ def last_version(versions: Sequence[WeightVersion], run_id: str) -> WeightVersio
 
 
 def begin(
-    versions: Sequence[WeightVersion], *, run_id: str, root_digest: str, policy: WhenUnproven
+    versions: Sequence[WeightVersion],
+    *,
+    run_id: str,
+    root_digest: str,
+    policy: WhenUnproven,
+    slot_root: str = "",
 ) -> Beginning:
     """Decide where to start, given what the trainer has and what the run has published.
+
+    Args:
+        versions: what the run has.
+        run_id: which one that is.
+        root_digest: of all weights; empty: several processes could not say it together.
+        policy: what becomes of other weights.
+        slot_root: of this process's part of them; empty: it has all.
 
     Raises:
         PublishError: the weights are others than the last ones, and the policy is to refuse.
@@ -81,7 +95,7 @@ def begin(
         return Beginning(
             run_id=run_id,
             next_sequence=next_sequence,
-            head=Head(uid=last.uid, root_digest=root_digest, slot_root=root_digest),
+            head=Head(uid=last.uid, root_digest=root_digest, slot_root=slot_root or root_digest),
             event=CONTINUED,
             last=last,
             root_digest=root_digest,
@@ -104,19 +118,31 @@ def begin(
     )
 
 
+def alone(last_version_id: str, root_digest: str) -> str:
+    """Return the root digest of all weights, where one process has them."""
+    return root_digest
+
+
 def take_up(
-    versions: Sequence[WeightVersion], trainer: TrainerEngineAdapter, options: PublisherOptions
+    versions: Sequence[WeightVersion],
+    trainer: TrainerEngineAdapter,
+    options: PublisherOptions,
+    *,
+    root_of_all: RootOfAll = alone,
 ) -> Beginning:
     """Compare what the trainer has with what its run published last, and decide where to start.
 
-    Equal weights become the base of the next delta.
+    Equal weights become the base of the next delta; of several processes, if all have them.
 
     Raises:
         StagingError: the weights cannot be kept still.
+        ControlError: the control service does not answer, or refuses.
         PublishError: they are others, and the policy is to refuse.
     """
     run_id, policy = options.run_id, options.when_unproven
-    if last_version(versions, run_id) is None:
+    last = last_version(versions, run_id)
+    if last is None:
+        root_of_all("", "")
         return begin(versions, run_id=run_id, root_digest="", policy=policy)
     assert isinstance(trainer, SupportsChain)  # noqa: S101 - the publisher has seen to it
     host = TrainerStagingMode.COPY_TO_HOST
@@ -129,8 +155,14 @@ def take_up(
         buffers = staged.buffer_owner
         if not isinstance(buffers, StagedBuffers):
             raise TypeError(f"the trainer adapter staged a {type(buffers).__name__}")
-        root_digest = buffers.manifest.root_digest
-        found = begin(versions, run_id=run_id, root_digest=root_digest, policy=policy)
+        slot_root = buffers.manifest.root_digest
+        found = begin(
+            versions,
+            run_id=run_id,
+            root_digest=root_of_all(last.uid, slot_root),
+            policy=policy,
+            slot_root=slot_root,
+        )
         if found.head is not None and options.wanted is WeightPayloadFormat.XOR_DELTA:
             trainer.commit_staged(staged)
         return found
@@ -139,6 +171,11 @@ def take_up(
 
 
 def _difference(versions: Sequence[WeightVersion], last: WeightVersion, root_digest: str) -> str:
+    if not root_digest:
+        return (
+            f"not every process of this trainer has said that it starts after {last.uid}; start "
+            "all of them together"
+        )
     run_id = _said(last).run_id
     same = [
         each

@@ -19,10 +19,12 @@ from paceline.refit.model import (
     WeightVersion,
     WorkerRole,
 )
+from paceline.refit.publisher.meeting import Meeting
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.values import (
     PublisherOptions,
     WhenLeased,
+    member_end,
     sequence_of,
     version_uid,
 )
@@ -61,6 +63,12 @@ class Together:
         self._slot = slot
         self._slots = tuple(slots)
         self._seen_alive: set[str] = set()
+        self.run_id = options.run_id
+        """The run that is published to; another than asked for only with ``new-run``."""
+        self.root_of_all = Meeting(
+            control=control, clock=clock, options=options, slot=slot, slots=slots
+        ).root_of_all
+        """What all processes start with."""
 
     def start(self) -> None:
         """Give up what a process before this one left unfinished in this slot: its bytes are gone.
@@ -157,11 +165,11 @@ class Together:
         return [version for version in found if self._sequence(version) >= 0]
 
     def _sequence(self, version: WeightVersion) -> int:
-        return sequence_of(version.uid, self._options.run_id)
+        return sequence_of(version.uid, self.run_id)
 
     def _is_this(self, version: WeightVersion, sequence: int, step: int) -> bool:
         """Say whether somebody has created this step's version and waits for this slot."""
-        uid = version_uid(self._options.run_id, sequence)
+        uid = version_uid(self.run_id, sequence)
         key = _key(uid, step, self._options.incarnation)
         return version.state is VersionState.STAGING and version.idempotency_key == key
 
@@ -196,11 +204,6 @@ def options_of(options: PublisherOptions, slot: str) -> PublisherOptions:
         registration_ttl_s=min(options.registration_ttl_s, options.together_ttl_s),
         compose=False,
     )
-
-
-def member_end(run_id: str, slot: str) -> str:
-    """Return what the worker ids of a slot's processes end with."""
-    return f"@{run_id}/{slot}"
 
 
 def _key(uid: str, step: int, incarnation: str) -> str:

@@ -212,6 +212,11 @@ def published_version(version: OwnVersion, **more: Any) -> PublishedVersion:
     )
 
 
+def member_end(run_id: str, slot: str) -> str:
+    """Return what the worker ids of a slot's processes end with."""
+    return f"@{run_id}/{slot}"
+
+
 def version_uid(run_id: str, sequence: int) -> str:
     """Return the uid of a run's state of the weights; its anchor is called so with ``-full``."""
     return f"{run_id}-{sequence:06d}"

@@ -46,7 +46,7 @@ class FakeTrainer:
         self._server = server
         self._model_name = model_name
         self._run_id = run_id
-        self._aliases = aliases
+        self.aliases = aliases
         self._chunk_bytes = chunk_bytes
         self._worker_id = "trainer"
         self.beat()
@@ -63,7 +63,7 @@ class FakeTrainer:
     def publish_full(self, uid: str, sequence: int, state: State) -> WeightVersion:
         """Publish a state whole."""
         manifest, data = full_payload(
-            state.values(), aliases=self._aliases, chunk_bytes=self._chunk_bytes
+            state.values(), aliases=self.aliases, chunk_bytes=self._chunk_bytes
         )
         return self.publish(uid, sequence, manifest, data, parent_root=None)
 
@@ -78,7 +78,7 @@ class FakeTrainer:
 
     def encode_delta(self, base: State, state: State) -> tuple[Manifest, bytes]:
         """Return the change between two states, to be published later."""
-        return delta_payload(base, state, aliases=self._aliases, chunk_bytes=self._chunk_bytes)
+        return delta_payload(base, state, aliases=self.aliases, chunk_bytes=self._chunk_bytes)
 
     def publish(
         self,
@@ -91,29 +91,52 @@ class FakeTrainer:
         base_uid: str | None = None,
     ) -> WeightVersion:
         """Publish a manifest and its one object, right or wrong."""
+        self._create(uid, [manifest], base_uid=base_uid)
+        return self._bring(uid, sequence, manifest, data, parent_root=parent_root)
+
+    def publish_slots(
+        self,
+        uid: str,
+        sequence: int,
+        slots: Sequence[tuple[Manifest, bytes]],
+        *,
+        base_uid: str | None = None,
+    ) -> WeightVersion:
+        """Publish a version of several slots, as as many processes do."""
+        self._create(uid, [manifest for manifest, _ in slots], base_uid=base_uid)
+        found = [
+            self._bring(uid, sequence, manifest, data, parent_root=manifest.base_root)
+            for manifest, data in slots
+        ]
+        return found[-1]
+
+    def _create(self, uid: str, manifests: Sequence[Manifest], *, base_uid: str | None) -> None:
         request = VersionRequest(
             model_name=self._model_name,
             idempotency_key=uid,
             uid=uid,
-            payload_format=manifest.payload_format,
+            payload_format=manifests[0].payload_format,
             base_version_id=base_uid,
-            expected_source_slots=(manifest.source_slot_id,),
+            expected_source_slots=tuple(manifest.source_slot_id for manifest in manifests),
         )
         self._control.create_version(request)
-        self._control.describe_version(
-            uid,
-            VersionDescription(
-                run_id=self._run_id,
-                sequence=sequence,
-                step=sequence,
-                root_digest=manifest.root_digest,
-                parent_root=parent_root,
-                payload_bytes=len(data),
-                full_bytes=sum(entry.num_bytes for entry in manifest.tensors),
-                changed_elements=0,
-                total_elements=1,
-            ),
+
+    def _bring(
+        self, uid: str, sequence: int, manifest: Manifest, data: bytes, *, parent_root: str | None
+    ) -> WeightVersion:
+        """Describe one slot, serve its object, and tell of it."""
+        said = VersionDescription(
+            run_id=self._run_id,
+            sequence=sequence,
+            step=sequence,
+            root_digest=manifest.root_digest,
+            parent_root=parent_root,
+            payload_bytes=len(data),
+            full_bytes=sum(entry.num_bytes for entry in manifest.tensors),
+            changed_elements=0,
+            total_elements=1,
         )
+        self._control.describe_version(uid, said, source_slot_id=manifest.source_slot_id)
         for item in manifest.objects:
             self._server.serve_object(item.object_id, [memoryview(data)])
         rendered = WeightVersionShardManifest(
