@@ -60,9 +60,10 @@ class VerbGroup(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as exc:
             near = get_close_matches(args[0], VERBS, n=1)
-            if near and args[0] not in VERBS:
-                exc.message = f"{exc.message.rstrip('.')}; did you mean {near[0]!r}?"
-            raise
+            if not near:
+                raise
+            said = f"{exc.message.rstrip('.')}; did you mean {near[0]!r}?"
+            raise click.UsageError(said, ctx) from exc
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
