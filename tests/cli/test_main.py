@@ -36,6 +36,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(name in done.stdout for name in VERBS)
 
 
+def test_a_typo_in_a_verb_is_met_with_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was meant is said where there is something near."""
+    assert run(["statsu"]) == ExitStatus.USAGE
+    assert "did you mean 'status'?" in capsys.readouterr().err
+    assert run(["zzz"]) == ExitStatus.USAGE
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", VERBS)
 def test_every_verb_loads(name: str) -> None:
     """What the table names exists and is a command with a help text."""

@@ -135,7 +135,8 @@ def test_the_next_up_ends_what_was_left_and_leaves_the_living_alone(operator: Op
     assert operator.type("gc", "--yes")[0] == 0
     assert living.poll() is None
     assert operator.type("up", "long.yaml", "--yes", "--run-id", "living")[0] in {2, 10}
-    assert operator.type("down", "living")[0] == 0
+    status, ended = operator.type_json("down", "living")
+    assert (status, ended["ended"]) == (0, True)
     living.communicate(timeout=WAIT_S)
     assert living.returncode == 130
     operator.assert_nothing_left()

@@ -243,6 +243,30 @@ def test_what_was_never_sent_is_told_apart() -> None:
         assert caught.value.was_sent is was_sent
 
 
+def test_what_never_arrived_takes_no_place_in_the_pace() -> None:
+    """Without a network a read in a slow lane gives up after its own pauses, not the lane's."""
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no such name", request=request)
+
+    world = _World(refuse)
+    with pytest.raises(NoAnswerError):
+        world.api.call("GET", "/offers", effect=Effect.READ, lane="slow")
+    assert len(world.times_s) > 1
+    assert world.times_s[-1] < 10.0
+
+
+def test_a_place_is_not_given_back_from_under_others() -> None:
+    """Who came after a call that failed keeps its distance to who comes next."""
+    pacer = Pacer()
+    assert pacer.reserve({"*": 6.0}, now_s=0.0) == 0.0
+    assert pacer.reserve({"*": 6.0}, now_s=0.1) == pytest.approx(5.9)
+    pacer.give_back({"*": 6.0}, at_s=0.0)
+    assert pacer.reserve({"*": 6.0}, now_s=0.2) == pytest.approx(11.8)
+    pacer.give_back({"*": 6.0}, at_s=12.0)
+    assert pacer.reserve({"*": 6.0}, now_s=0.3) == pytest.approx(11.7)
+
+
 def test_an_error_names_the_request() -> None:
     """The provider's own id of a request is in the message: support asks for it."""
     world = _World(

@@ -42,7 +42,7 @@ from paceline.rental.records import (
     parse_machine,
     render_machine,
 )
-from paceline.rental.waiting import wait_running
+from paceline.rental.waiting import wait_gone, wait_running
 from paceline.testing.clock import FakeClock
 
 _states = st.sampled_from(MachineState)
@@ -294,6 +294,27 @@ def test_waiting_ends_at_its_deadline() -> None:
     with pytest.raises(DeadlineExceededError):
         wait_running(lambda: status("loading"), clock=clock, timeout_s=12)
     assert clock.monotonic() == 12.0
+
+
+def test_what_is_on_its_way_out_is_looked_at_once_and_told_once() -> None:
+    """A look costs a place in the provider's pace, and a second order is refused."""
+    words = iter(["active", "terminating", "terminating", "terminated"])
+    told: list[str] = []
+
+    def ask() -> InstanceStatus:
+        state = {"active": "running", "terminated": "destroyed"}
+        word = next(words)
+        return InstanceStatus(state.get(word, "unknown"), "g", 1, None, None, {"status": word})
+
+    was_there = wait_gone(
+        ask,
+        destroy=lambda: told.append("go"),
+        is_going=lambda seen: seen is not None and seen.raw["status"] == "terminating",
+        clock=FakeClock(),
+        timeout_s=60,
+        what="m",
+    )
+    assert (was_there, told, list(words)) == (True, ["go"], [])
 
 
 @given(st.text() | st.none() | st.integers())

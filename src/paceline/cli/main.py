@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 
@@ -50,6 +51,19 @@ VERBS: dict[str, tuple[str, str]] = {
 
 class VerbGroup(click.Group):
     """A group whose commands are imported when they are called, not when they are listed."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say what may have been meant when there is no such verb."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exc:
+            near = get_close_matches(args[0], VERBS, n=1)
+            if not near:
+                raise
+            said = f"{exc.message.rstrip('.')}; did you mean {near[0]!r}?"
+            raise click.UsageError(said, ctx) from exc
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""

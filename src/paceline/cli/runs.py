@@ -103,10 +103,15 @@ def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run_id", metavar="RUN")
-def down(*, run_id: str) -> None:
+@_json_option
+def down(*, run_id: str, as_json: bool) -> None:
     """End RUN and all its machines; returns when they have been seen gone."""
     with compose.open_services() as services:
         proofs = end_run(services, run_id, clock=services.clock)
+    if as_json:
+        found = {"run_id": run_id, "ended": True, "proofs": [asdict(proof) for proof in proofs]}
+        click.echo(json.dumps(found))
+        return
     _tell_proofs(proofs)
     click.echo(f"{run_id} is over and its machines are gone")
 

@@ -189,6 +189,10 @@ def _planned(
     def tell(problem: NoOffersError, wait_s: float) -> None:
         click.echo(printable(f"{problem}\nlooking again in {wait_s:.0f} s"), err=True)
 
+    asked = sorted({name for role in spec.roles for name in role.backends} - FREE_BACKENDS)
+    if asked:
+        # their pace, or a network that is not there, can make this last
+        click.echo(f"asking {', '.join(asked)} what there is to rent", err=True)
     return patient_rows(
         services, spec, clock=services.clock, retry_for_s=retry_for_s, tell=tell, explain=explain
     )

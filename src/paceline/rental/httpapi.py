@@ -44,6 +44,7 @@ _BODY_BYTES_MAX = 64 * 2**20  # 3000 offers of Vast are about 9 MB
 _RETRY_AFTER_S_MAX = 60.0
 _HOLD_S = 5.0
 """How long a lane rests after a 429 that does not say."""
+_SAME_S = 1e-6
 _SNIPPET_CHARS = 200
 _REQUEST_ID_HEADERS = ("x-request-id", "x-amzn-requestid", "cf-ray")
 _POLICY = RetryPolicy(attempts=4, first_delay_s=1.0, delay_s_max=20.0)
@@ -89,6 +90,7 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rested_at_s: dict[str, float] = {}
+        self._latest_s: dict[str, float] = {}
         self._held_until_s: dict[str, float] = {}
 
     def reserve(
@@ -113,7 +115,18 @@ class Pacer:
             at_s = max(now_s, *free_s)
             for lane, interval_s in intervals_s.items():
                 self._rested_at_s[lane] = max(at_s, self._rested_at_s[lane]) + interval_s
+                self._latest_s[lane] = at_s
             return at_s - now_s
+
+    def give_back(self, intervals_s: Mapping[str, float], *, at_s: float) -> None:
+        """Give up the place at ``at_s``, for a call that never reached the provider.
+
+        A place that others have been put behind already is lost: they would come too close.
+        """
+        with self._lock:
+            for lane, interval_s in intervals_s.items():
+                if abs(self._latest_s[lane] - at_s) < _SAME_S:
+                    self._rested_at_s[lane] -= interval_s
 
     def hold(self, lane: str, *, until_s: float) -> None:
         """Let nothing through a lane before ``until_s``, and no burst right after it."""
@@ -234,7 +247,7 @@ class HttpApi:
     def _exchange(self, request: _Request, *, deadline_s: float) -> tuple[httpx.Response, bytes]:
         """Send once and read the whole body, within the deadline and bounded."""
         headers = self._headers(request)
-        self._pace(request, deadline_s=deadline_s)
+        at_s = self._pace(request, deadline_s=deadline_s)
         left_s = deadline_s - self._parts.clock.monotonic()
         timeout = httpx.Timeout(max(0.1, min(left_s, 60.0)), connect=10.0)
         try:
@@ -250,6 +263,7 @@ class HttpApi:
             ):
                 return response, self._read(request, response, deadline_s=deadline_s)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as exc:
+            self._pacer.give_back(self._lanes(request), at_s=at_s)
             raise NoAnswerError(
                 f"{self._dialect.backend}: {request.what}: cannot connect to {self._base_url}: "
                 f"{self._clean(str(exc)) or type(exc).__name__}; check the network and the address",
@@ -287,11 +301,10 @@ class HttpApi:
                 )
         return bytes(content)
 
-    def _pace(self, request: _Request, *, deadline_s: float) -> None:
-        intervals_s = self._dialect.intervals_s
-        lanes = {lane: intervals_s.get(lane, 0.0) for lane in (ALL_CALLS, request.lane)}
+    def _pace(self, request: _Request, *, deadline_s: float) -> float:
+        """Wait for a place in the provider's pace, and return when it was."""
         now_s = self._parts.clock.monotonic()
-        wait_s = self._pacer.reserve(lanes, now_s=now_s, bursts=self._dialect.bursts)
+        wait_s = self._pacer.reserve(self._lanes(request), now_s=now_s, bursts=self._dialect.bursts)
         if now_s + wait_s > deadline_s:
             raise RateLimitError(
                 f"{self._dialect.backend}: {request.what}: the provider's pace leaves no room "
@@ -299,6 +312,11 @@ class HttpApi:
                 retry_after_s=wait_s,
             )
         self._parts.clock.sleep(wait_s)
+        return now_s + wait_s
+
+    def _lanes(self, request: _Request) -> dict[str, float]:
+        intervals_s = self._dialect.intervals_s
+        return {lane: intervals_s.get(lane, 0.0) for lane in (ALL_CALLS, request.lane)}
 
     def _headers(self, request: _Request) -> dict[str, str]:
         """Return the headers of a call; the key goes to the provider alone, and never in clear."""

@@ -21,8 +21,9 @@ _POLL_S = 5.0
 """How often a provider is asked; RunPod allows a request a second for a whole account."""
 _FIRST_POLL_S = 0.25
 """How soon a fresh machine is asked again; some are there in a second."""
-FIRST_LOOK_S = 1.0
-"""How long nothing is up for sure: where reads are counted, one before that costs the next."""
+FIRST_LOOK_S = 1.25
+"""How long nothing is up for sure: where reads are counted, one before that costs the next. It
+counts from before the create call, so there is a quarter of a second for that call in it."""
 DENIED_S_MAX = 180.0
 """How long a machine may refuse our key: some providers put it there after they say running."""
 
@@ -100,26 +101,26 @@ def newborn_s(created_at: float, *, clock: Clock) -> float:
 def wait_gone(
     status: Callable[[], InstanceStatus],
     *,
-    destroy: Callable[[InstanceStatus | None], None],
+    destroy: Callable[[], None],
     clock: Clock,
     timeout_s: float,
     what: str,
-    looks_first: bool = False,
+    is_going: Callable[[InstanceStatus | None], bool] | None = None,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
     The order comes first: a look before it would only cost a place in the provider's pace. With
-    ``looks_first`` it comes second, for providers that refuse to end what is on its way out, and
-    ``destroy`` is given what ``status`` said last, None if it has not answered. It may raise
-    AbsentError, which alone proves nothing: some providers do not know their newest machines.
+    ``is_going`` it comes second, and not to what that says is on its way out already: some
+    providers refuse to end it twice. ``destroy`` may raise AbsentError, which alone proves
+    nothing: some providers do not know their newest machines.
     Return whether there was anything to destroy.
 
     Raises:
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
         AuthError: the key was refused.
     """
-    leaving = _Leaving(status=status, destroy=destroy)
-    ready = leaving.is_gone_or_told if looks_first else leaving.is_gone_when_told
+    leaving = _Leaving(status=status, destroy=destroy, is_going=is_going)
+    ready = leaving.is_gone_when_told if is_going is None else leaving.is_gone_or_told
     try:
         wait_until(
             ready,
@@ -196,22 +197,29 @@ class _Leaving:
         self,
         *,
         status: Callable[[], InstanceStatus],
-        destroy: Callable[[InstanceStatus | None], None],
+        destroy: Callable[[], None],
+        is_going: Callable[[InstanceStatus | None], bool] | None,
     ) -> None:
         self.said = "no answer"
         self.was_there = False
         self._status = status
         self._destroy = destroy
+        self._is_going = is_going
         self._seen: InstanceStatus | None = None
 
     def is_gone_or_told(self) -> bool:
-        """Look, and give the order only to what is there."""
-        return self._is_gone() or self.is_gone_when_told()
+        """Look, and give the order only to what is there; one look is enough for what goes."""
+        if self._is_gone():
+            return True
+        if self._is_going is not None and self._is_going(self._seen):
+            self.was_there = True
+            return False
+        return self.is_gone_when_told()
 
     def is_gone_when_told(self) -> bool:
         """Give the order and look."""
         try:
-            self._destroy(self._seen)
+            self._destroy()
         except AbsentError as exc:
             self.said = str(exc)
         except BackendError as exc:

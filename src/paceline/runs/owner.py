@@ -88,7 +88,7 @@ class OwnerLock:
         wait = f", which is believed for {STALE_S:g} s" if owner and not owner.is_here else ""
         return PreflightError(
             f"run {self._path.parent.name} is driven by {who} already{wait}; look with paceline "
-            "status, end it with paceline down, or leave --run-id away for another run"
+            "status, end it with paceline down, or start another under another --run-id"
         )
 
     def _unusable(self, exc: OSError) -> PreflightError:

@@ -145,15 +145,10 @@ class LambdaBackend:
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Terminate and see it gone; ``force`` makes no difference here."""
         self._reach.forget(h)
-
-        def destroy(seen: InstanceStatus | None) -> None:
-            if not mapping.is_terminating(seen):
-                self._client.terminate(h.instance_id)
-
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=destroy,
-            looks_first=True,
+            destroy=lambda: self._client.terminate(h.instance_id),
+            is_going=mapping.is_terminating,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"lambda machine {h.instance_id}",

@@ -175,15 +175,10 @@ class NebiusBackend:
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
         """Delete with its disk and see it gone; an order that is refused is given again."""
         self._reach.forget(h)
-
-        def destroy(seen: InstanceStatus | None) -> None:
-            if not mapping.is_going(seen):
-                self._client.delete(h.instance_id)
-
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=destroy,
-            looks_first=True,
+            destroy=lambda: self._client.delete(h.instance_id),
+            is_going=mapping.is_going,
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"nebius machine {h.instance_id}",

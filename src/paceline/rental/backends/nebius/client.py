@@ -53,7 +53,9 @@ _PAGE_ROWS = 100
 _NUM_PAGES_MAX = 100
 _CALL_TIMEOUT_S = 30.0
 _TIMEOUT_S = 120.0
-_INTERVAL_S = 0.1
+_INTERVALS_S = {ALL_CALLS: 0.1}
+_BURSTS = {ALL_CALLS: 10}
+"""What one rental takes, at once; the provider tells no limit, so what follows keeps apart."""
 _POLICY = RetryPolicy(attempts=4, first_delay_s=1.0, delay_s_max=20.0)
 _TOKEN_MARGIN_S = 60.0
 
@@ -289,7 +291,8 @@ class NebiusClient:
     def _once(self, path: str, content: bytes, metadata: Sequence[tuple[str, str]]) -> bytes:
         service, _, method = path.partition("/")
         now_s = self._parts.clock.monotonic()
-        self._parts.clock.sleep(self._pacer.reserve({ALL_CALLS: _INTERVAL_S}, now_s=now_s))
+        wait_s = self._pacer.reserve(_INTERVALS_S, now_s=now_s, bursts=_BURSTS)
+        self._parts.clock.sleep(wait_s)
         call = RpcCall(
             service=service,
             method=method,

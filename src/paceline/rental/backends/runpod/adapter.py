@@ -170,7 +170,7 @@ class RunpodBackend:
         self._reach.forget(h)
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=lambda _: self._destroy(h),
+            destroy=lambda: self._destroy(h),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"runpod pod {h.instance_id}",

@@ -177,7 +177,7 @@ class VastBackend:
         self._reach.forget(h)
         was_there = waiting.wait_gone(
             lambda: self.status(h),
-            destroy=lambda _: self._client.destroy(h.instance_id),
+            destroy=lambda: self._client.destroy(h.instance_id),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"vast machine {h.instance_id}",
