@@ -112,7 +112,7 @@ nightly: setup system peer vllm  ## the simulations at length, and what takes en
 	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
 	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/receiver/test_fetch.py
-	$(BIN)/pytest -m slow --timeout 1200 tests/refit/trainers tests/examples
+	$(BIN)/pytest -m slow --timeout 1200 tests/refit/trainers tests/refit/receiver tests/examples
 	$(BIN)/pytest -m "slow or not slow" --timeout 600 tests/refit/publisher/test_resuming.py tests/refit/trainers/test_matrix.py
 	$(BIN)/pytest -n 2 --timeout 400 -m 'slow or not slow' tests/e2e
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 3600 -m 'slow or not slow' tests/hostile/test_killed_apply.py

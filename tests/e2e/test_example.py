@@ -206,6 +206,7 @@ def test_an_engine_that_is_killed_is_replaced(operator: Operator) -> None:
     operator.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_ends_the_run(operator: Operator) -> None:
     """After SIGKILL of the trainer the status is 1, the error says so, everything is torn down."""
     running = Running(operator, example_job(operator))

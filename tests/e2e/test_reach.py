@@ -178,7 +178,8 @@ roles:
 """
 
 
-@pytest.mark.parametrize("backend", ["runpod", pytest.param("vast", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["runpod", "vast"])
 def test_rented_machines_meet_without_the_operator(
     operator: Operator, tmp_path: Path, backend: str
 ) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from paceline.testing.simulator import Simulation, Story
 
-NUM_SEEDS = 300
-NUM_PARTS = 6
+NUM_SEEDS = 160
+NUM_PARTS = 4
 NUM_SEEDS_AT_NIGHT = 20_000
 
 

@@ -155,6 +155,7 @@ def test_an_island_is_supplied_by_its_neighbour(nets: Networks, run: Run) -> Non
     assert nets.sent_bytes("trainer", "a") - before < 1.3 * full
 
 
+@pytest.mark.slow
 def test_only_the_trainer_can_be_dialled(nets: Networks, run: Run) -> None:
     """Receivers that nobody reaches, each other neither, take everything from the trainer.
 
