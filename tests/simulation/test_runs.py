@@ -5,7 +5,7 @@ import pytest
 from paceline.testing.simulator import Simulation, Story
 
 NUM_SEEDS = 160
-NUM_PARTS = 4
+NUM_PARTS = 2
 NUM_SEEDS_AT_NIGHT = 20_000
 
 
@@ -22,7 +22,11 @@ def test_nothing_is_left_billing_and_no_cap_is_passed(part: int) -> None:
     assert sum(story.num_created for story in stories) > 2 * len(stories)
     assert sum(story.num_crashes for story in stories) > len(stories) / 4
     assert sum(story.num_deaths for story in stories) > len(stories) / 5
-    assert any(story.is_capped for story in stories)
+
+
+def test_caps_are_reached() -> None:
+    """Some stories are of runs that cost too much; their books are right as well."""
+    assert any(story.is_capped for story in live(range(46, 69, 11)))
 
 
 def test_a_seed_is_the_same_story_every_time() -> None:
