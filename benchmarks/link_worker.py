@@ -145,8 +145,10 @@ def train(given: dict[str, Any]) -> None:
                 count = int(raw.size * command["changed"])
                 at = generator.integers(0, raw.size, count)
                 raw[at] += generator.choice(np.array([-1, 1], dtype=np.int16), count)
+        asked_at = time.time()
         published = publisher.publish(step=0).result()
         say(
+            asked_at=asked_at,
             payload_bytes=published.payload_bytes,
             full_bytes=published.full_bytes,
             publish_s=published.publish_ms / 1000,

@@ -171,7 +171,7 @@ def links() -> Sequence[Bar]:
         first.hear("installed")
         published = made.publish(do="step", changed=CHANGED)
         delta = first.hear("fetched")
-        refit_s = first.hear("installed")["at"] - published["at"]
+        refit_s = first.hear("installed")["at"] - published["asked_at"]
         for _ in range(3):
             made.publish(do="step", changed=CHANGED)
             first.hear("installed")
@@ -183,7 +183,7 @@ def links() -> Sequence[Bar]:
         name: each["bytes"] / each["fetch_s"] / link
         for name, each in (("full", whole), ("delta", delta), ("composed", composed))
     }
-    note(f"full {whole}, delta {delta} installed {refit_s:.2f} s after READY, {composed}")
+    note(f"full {whole}, delta {delta} installed {refit_s:.2f} s after the step, {composed}")
     return [
         *(at_least(f"{name}: share of the link", share, 0.95) for name, share in shares.items()),
         at_most("refit at 1e-6 / full tensors", refit_s / whole["fetch_s"], 0.02),
