@@ -272,28 +272,35 @@ def _targets(
 ) -> dict[int, Target]:
     """Give each piece its place in the window; what is larger goes where it stays at once."""
     found: dict[int, Target] = {}
-    at = 0
-    for index, piece in enumerate(pieces):
+    for index, (piece, room) in enumerate(_rooms(pieces, window)):
         wanted, data = piece.wanted, objects[piece.wanted.object_id]
-        if wanted.size > len(window):
+        if room is None:
             found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
-            continue
-        kept = replace(piece, check=partial(_prove_and_keep, piece, data))
-        found[index] = (kept, window[at : at + wanted.size])
-        at += wanted.size
+        else:
+            found[index] = (replace(piece, check=partial(_prove_and_keep, piece, data)), room)
     return found
 
 
 def _places(pieces: Sequence[Piece], window: memoryview) -> dict[int, Target]:
     """Give each piece its place in the window; what is larger gets memory of its own."""
-    found: dict[int, Target] = {}
+    return {
+        index: (piece, memoryview(bytearray(piece.wanted.size)) if room is None else room)
+        for index, (piece, room) in enumerate(_rooms(pieces, window))
+    }
+
+
+def _rooms(
+    pieces: Sequence[Piece], window: memoryview
+) -> Iterator[tuple[Piece, memoryview | None]]:
+    """Yield each piece with its part of the window; None if it is larger than all of that."""
     at = 0
-    for index, piece in enumerate(pieces):
+    for piece in pieces:
         size = piece.wanted.size
-        room = window[at : at + size]
-        found[index] = (piece, room if len(room) == size else memoryview(bytearray(size)))
+        if size > len(window):
+            yield piece, None
+            continue
+        yield piece, window[at : at + size]
         at += size
-    return found
 
 
 def _prove_and_keep(piece: Piece, kept: Spooled, data: memoryview) -> None:
