@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -37,7 +38,7 @@ from paceline.refit.model import (
 )
 from paceline.refit.publisher.capturing import Capturer
 from paceline.refit.publisher.in_place import HasStepHook
-from paceline.refit.publisher.line import Job, Line, Publication
+from paceline.refit.publisher.line import Job, Line, Publication, tell_failure
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.values import (
     Notify,
@@ -93,7 +94,7 @@ class CanonicalPublisher:
         self._clock = clock
         self._options = options
         self._notify = notify
-        self._line = Line(on_failure=self._tell_failure)
+        self._line = Line(on_failure=partial(tell_failure, notify))
         self._capturer = Capturer(
             trainer=trainer,
             line=self._line,
@@ -187,8 +188,7 @@ class CanonicalPublisher:
         try:
             captured = self._capturer.capture(needs_full=lambda: True)
         except VersionSkippedError as exc:
-            self._tell_failure(publication, exc)
-            publication.fail(exc)
+            self._line.leave_out(publication, exc)
             return publication
         self._line.hand_over(
             Job(
@@ -198,13 +198,6 @@ class CanonicalPublisher:
             )
         )
         return publication
-
-    def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
-        is_skipped = isinstance(cause, VersionSkippedError)
-        name = "version.skipped" if is_skipped else "version.failed"
-        log.info("%s %s: %s", name, publication.version_id, cause)
-        if not isinstance(cause, ControlUnavailableError):  # it would not hear of it either
-            self._notify(name, publication.to_fields(cause))
 
     def _publish(
         self, publication: Publication, captured: object, started: float

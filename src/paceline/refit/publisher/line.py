@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline.core.errors import DeadlineExceededError
-from paceline.refit.errors import PublishError, VersionSkippedError
-from paceline.refit.publisher.values import PublishedVersion
+from paceline.refit.errors import ControlUnavailableError, PublishError, VersionSkippedError
+from paceline.refit.publisher.values import Notify, PublishedVersion
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,15 @@ class Publication:
         return self._end.exception()
 
 
+def tell_failure(notify: Notify, publication: Publication, cause: BaseException) -> None:
+    """Say in the log and to the run why a publication did not come out."""
+    is_skipped = isinstance(cause, VersionSkippedError)
+    name = "version.skipped" if is_skipped else "version.failed"
+    log.info("%s %s: %s", name, publication.version_id, cause)
+    if not isinstance(cause, ControlUnavailableError):  # it would not hear of it either
+        notify(name, publication.to_fields(cause))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A publication, how to carry it out, and how to give back what it holds otherwise."""
@@ -175,6 +184,11 @@ class Line:
                 return
         job.give_back()
         raise PublishError("the publisher was closed meanwhile")
+
+    def leave_out(self, publication: Publication, cause: VersionSkippedError) -> None:
+        """End a publication that nothing was captured for."""
+        self._on_failure(publication, cause)
+        publication.fail(cause)
 
     def drop_oldest(self) -> bool:
         """Drop the oldest job that has not begun, in favour of newer weights."""

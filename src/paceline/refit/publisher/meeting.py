@@ -4,9 +4,9 @@ Each tells the run of its own slot's root, and reads what the others told; then 
 the same root digest of the same parts. Nobody has to hear of the decision: all of them make it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.refit.control.protocol import ControlPlane
@@ -19,6 +19,7 @@ TOLD: Final = "chain.slot"
 LOOK_S = 0.1
 GRACE_S = 2.0
 """How long after a registration can have run out whoever still lives has not just died."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +100,12 @@ class Meeting:
                 "root_digest": root_digest,
             },
         )
-        persist(
-            lambda: self._control.record_event(event),
-            clock=self._clock,
-            wait_s=self._options.control_wait_s,
-        )
+        self._persist(lambda: self._control.record_event(event))
 
     def _listen(self) -> dict[str, Told]:
         """Return the last that every slot of this start told."""
         while True:
-            events = persist(
-                lambda: self._control.list_events(after=self._index),
-                clock=self._clock,
-                wait_s=self._options.control_wait_s,
-            )
+            events = self._persist(lambda: self._control.list_events(after=self._index))
             if not events:
                 return self._told
             self._index = events[-1].index
@@ -139,10 +132,9 @@ class Meeting:
 
     def _is_alive(self, worker_ids: Sequence[str]) -> bool:
         """Say whether one of these processes lives: it has begun before, and does not begin now."""
-        workers = persist(
-            lambda: self._control.list_workers(self._options.model_name),
-            clock=self._clock,
-            wait_s=self._options.control_wait_s,
-        )
+        workers = self._persist(lambda: self._control.list_workers(self._options.model_name))
         living = {each.worker_id for each in workers if each.role is WorkerRole.TRAINER}
         return not living.isdisjoint(worker_ids)
+
+    def _persist(self, call: Callable[[], _T]) -> _T:
+        return persist(call, clock=self._clock, wait_s=self._options.control_wait_s)

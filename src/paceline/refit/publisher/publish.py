@@ -10,6 +10,7 @@ import logging
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -19,7 +20,6 @@ from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
     ControlError,
-    ControlUnavailableError,
     PublishError,
     VersionSkippedError,
 )
@@ -35,7 +35,7 @@ from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.heartbeat import Heartbeat
 from paceline.refit.publisher.in_place import HasStepHook, LiveWeights
 from paceline.refit.publisher.installed import is_installed
-from paceline.refit.publisher.line import Job, Line, Publication
+from paceline.refit.publisher.line import Job, Line, Publication, tell_failure
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.resuming import alone, take_up
 from paceline.refit.publisher.shelf import VersionShelf
@@ -121,7 +121,7 @@ class Publisher:
             clock=clock,
         )
         self._composer = Composer()
-        self._line = Line(on_failure=self._tell_failure)
+        self._line = Line(on_failure=partial(tell_failure, notify))
         self._capturer = Capturer(
             trainer=trainer, line=self._line, shelf=self._shelf, clock=clock, options=options
         )
@@ -301,8 +301,7 @@ class Publisher:
             self.before_step()
             captured = self._capturer.capture(needs_full=lambda: self._due.full)
         except VersionSkippedError as exc:
-            self._tell_failure(publication, exc)
-            publication.fail(exc)
+            self._line.leave_out(publication, exc)
             return publication
         stall_ms = 1000 * (self._clock.monotonic() - started)
         self._line.hand_over(
@@ -393,13 +392,6 @@ class Publisher:
         )
         self._notify("version.published", published.to_fields())
         return published
-
-    def _tell_failure(self, publication: Publication, cause: BaseException) -> None:
-        is_skipped = isinstance(cause, VersionSkippedError)
-        name = "version.skipped" if is_skipped else "version.failed"
-        log.info("%s %s: %s", name, publication.version_id, cause)
-        if not isinstance(cause, ControlUnavailableError):  # it would not hear of it either
-            self._notify(name, publication.to_fields(cause))
 
     def _version(
         self, uid: str, staged: StagedWeightVersionShardData, *, sequence: int, step: int
