@@ -42,6 +42,32 @@ def test_no_offer_at_all_is_a_status_of_its_own(capsys: pytest.CaptureFixture[st
     assert "local" in capsys.readouterr().err
 
 
+def test_a_backend_that_lets_nobody_in_is_not_one_that_has_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a key the status is that of credentials, and a program reads which and why."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
+    argv = ["offers", "--gpu", "h100-1x", "--backend", "lambda", "--json"]
+    assert run(argv) == ExitStatus.PREFLIGHT
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    assert (note["backend"], note["silence"]) == ("lambda", "refused")
+    job = tmp_path / "job.yaml"
+    role = "{backend: lambda, gpu: h100-1x, run: 'true'}"
+    job.write_text(
+        f"name: j\nbudget: {{soft_usd: 4, hard_usd: 5}}\nroles:\n  a: {role}\n  b: {role}\n"
+    )
+    assert run(["up", str(job), "--yes", "--json"]) == ExitStatus.PREFLIGHT
+    seen = capsys.readouterr()
+    error = json.loads(seen.out)["error"]
+    assert "every backend refuses us" in error["message"]
+    [silent] = error["backends"]
+    assert (silent["backend"], silent["silence"]) == ("lambda", "refused")
+    assert seen.err.startswith("asking lambda what there is to rent\n")
+    run_it = ["run", "--backend", "lambda", "--gpu", "h100-1x", "--budget-usd", "5", "--yes"]
+    assert run([*run_it, "--json", "--", "true"]) == ExitStatus.PREFLIGHT
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.errors import DeadlineExceededError
 from paceline.rental.backends.protocol import BackendAdapter
+from paceline.rental.drivers.searching import DOWN_S
 from paceline.rental.errors import (
     AmbiguousError,
     ApiError,
@@ -21,12 +22,15 @@ from paceline.rental.errors import (
     HostKeyChangedError,
     InstanceNotFoundError,
     NeverReadyError,
+    NoAnswerError,
+    NobodyAnsweredError,
     NoOffersError,
     NotAcceptedError,
     ProvisionError,
     RateLimitError,
     RentingStoppedError,
     RequestError,
+    Silence,
     SshDeniedError,
     SshKeyError,
 )
@@ -455,10 +459,36 @@ def test_what_was_passed_over_is_on_record_with_the_run(world: World) -> None:
 
 def test_nothing_fits_and_the_error_names_what_is_nearest(world: World) -> None:
     """Cheapest above the limit, and what the limit would have to be."""
-    with pytest.raises(
-        AttemptsFailedError, match=r"Nearest: first first-0 at 1\.000 \$/h with max_"
-    ):
+    with pytest.raises(NoOffersError, match=r"nearest: first first-0 at 1\.000 \$/h with max_"):
         world.rent(max_dph=0.5)
+
+
+def test_one_that_does_not_answer_is_asked_once_and_said_to_be_down(world: World) -> None:
+    """Other machines, and the question what would fit instead, do not wait for it again."""
+    asked: list[str] = []
+
+    def is_down(method: str) -> None:
+        asked.append(method)
+        raise NoAnswerError("first: cannot connect", was_sent=False)
+
+    world.first.before_call = is_down
+    alone = replace(REQUEST, backends=("first",))
+    for index in range(2):
+        with pytest.raises(NobodyAnsweredError, match=r"nobody could say .*cannot connect"):
+            world.orchestrator.rent(replace(alone, index=index))
+    assert asked == ["search_offers"]
+    world.clock.sleep(DOWN_S)
+    world.first.before_call = lambda _method: None
+    assert world.orchestrator.rent(alone).backend == "first"
+
+
+def test_a_listing_that_reached_nobody_saves_a_plan_the_question(world: World) -> None:
+    """Only what never arrived: an answer that was lost says nothing of the next."""
+    world.orchestrator.heard("first", NoAnswerError("first: reset", was_sent=True))
+    assert not world.orchestrator.plan(REQUEST).silent
+    world.orchestrator.heard("first", NoAnswerError("first: no route", was_sent=False))
+    [silent] = world.orchestrator.plan(REQUEST).silent
+    assert (silent.backend, silent.silence) == ("first", Silence.UNREACHABLE)
 
 
 def test_machines_of_a_backend_that_ignores_orders_stop_the_failover(world: World) -> None:

@@ -256,6 +256,20 @@ def test_what_never_arrived_takes_no_place_in_the_pace() -> None:
     assert world.times_s[-1] < 10.0
 
 
+def test_a_read_that_reaches_nobody_ends_soon_and_a_destroy_goes_on() -> None:
+    """Where a connection takes ten seconds to fail somebody waits for an answer, or for an end."""
+
+    def hang(request: httpx.Request) -> httpx.Response:
+        world.clock.sleep(10.0)
+        raise httpx.ConnectTimeout("timed out", request=request)
+
+    for effect, num_tries in ((Effect.READ, 1), (Effect.REPEATABLE, 4)):
+        world = _World(hang)
+        with pytest.raises(NoAnswerError):
+            world.api.call("GET", "/x", effect=effect)
+        assert len(world.times_s) == num_tries
+
+
 def test_a_place_is_not_given_back_from_under_others() -> None:
     """Who came after a call that failed keeps its distance to who comes next."""
     pacer = Pacer()

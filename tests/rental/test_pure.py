@@ -1,5 +1,6 @@
 """What rental decides without I/O: moves, targets, labels, records, plans."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,17 @@ from paceline.core.clock import Clock
 from paceline.core.errors import DeadlineExceededError, UsageError
 from paceline.rental.catalogue import GpuTarget, parse_target
 from paceline.rental.errors import (
+    AllRefusedError,
+    AuthError,
     BackendError,
     IllegalMoveError,
     InstanceNotFoundError,
+    NoAnswerError,
+    NobodyAnsweredError,
     NoOffersError,
     NotProvenGoneError,
     ProvisionError,
+    Silence,
     SshUnreachableError,
 )
 from paceline.rental.lifecycle import MOVES, OVER, MachineState, is_over, move
@@ -33,7 +39,9 @@ from paceline.rental.plan import (
     NextStep,
     PastFailure,
     after_failure,
+    nothing_to_try,
     plan_attempts,
+    silence_of,
 )
 from paceline.rental.records import (
     Machine,
@@ -187,6 +195,43 @@ def test_more_offers_than_are_tried_are_named() -> None:
     plan = plan_attempts(answers, constraints=OfferConstraints("g-1x"), num_gpus=1)
     assert [one.dph for one in plan.attempts] == list(range(NUM_ATTEMPTS_MAX))
     assert [one.reasons for one in plan.passed_over] == [("others come first",)] * 5
+
+
+SAID = {
+    Silence.NOTHING_FITS: NoOffersError("sold out"),
+    Silence.REFUSED: AuthError("status 401"),
+    Silence.UNREACHABLE: NoAnswerError("cannot connect", was_sent=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("silences", "kind", "words"),
+    [
+        ({Silence.NOTHING_FITS}, NoOffersError, ("nothing on offer fits", "sold out")),
+        ({Silence.REFUSED}, AllRefusedError, ("every backend refuses us", "401")),
+        ({Silence.UNREACHABLE}, NobodyAnsweredError, ("nobody could say", "cannot connect")),
+        ({Silence.REFUSED, Silence.UNREACHABLE}, NobodyAnsweredError, ("401", "cannot connect")),
+        (set(Silence), NoOffersError, ("sold out", "Without an answer: ", "401", "cannot")),
+    ],
+)
+def test_that_nothing_fits_is_said_of_those_that_answered(
+    silences: set[Silence], kind: type[NoOffersError], words: tuple[str, ...]
+) -> None:
+    """Who refuses us, and who cannot be reached, has not said what there is."""
+    for silence, failure in SAID.items():
+        assert silence_of(failure) is silence
+    answers = [
+        BackendAnswer(backend=one.value, refusal=str(SAID[one]), silence=one)
+        for one in Silence
+        if one in silences
+    ]
+    plan = plan_attempts(answers, constraints=OfferConstraints("g-1x"), num_gpus=1)
+    error = nothing_to_try(plan, who="role r", gpu="g-1x")
+    assert type(error) is kind
+    assert all(word in str(error) for word in ("role r: ", *words))
+    assert {one.silence for one in error.backends} == silences
+    told = json.loads(json.dumps(error.details))["backends"]
+    assert {one["backend"] for one in told} == {one.value for one in silences}
 
 
 _HANDLE = InstanceHandle("b", "i-1", "label", 1.0)

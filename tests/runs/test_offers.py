@@ -10,13 +10,15 @@ from paceline.rental import (
     AllRefusedError,
     AuthError,
     BudgetError,
+    NoAnswerError,
+    NobodyAnsweredError,
     NoOffersError,
     Offer,
     OfferConstraints,
 )
 from paceline.rental.orchestrator import Orchestrator
 from paceline.runs.model import Budget, JobSpec, RoleKind, RoleSpec
-from paceline.runs.offers import patient_rows, plan_rows, total_dph, worst_of
+from paceline.runs.offers import patient_rows, plan_rows, total_dph, waves, worst_of
 from paceline.store.memory import MemoryStore
 from paceline.testing.clock import FakeClock
 from paceline.testing.fakes.backend import FakeBackend
@@ -109,6 +111,32 @@ def test_two_roles_do_not_plan_the_same_machine() -> None:
     three = replace(two, roles=(*two.roles, replace(one, name="third")))
     with pytest.raises(NoOffersError, match=r"role third: 1 machines .* no role above it takes"):
         plan_rows(desk, three)
+
+
+def test_a_backend_that_is_down_is_asked_once_for_all_roles() -> None:
+    """Also where roles are many: what the first finds out is what the others say."""
+    desk = Desk()
+    asked: list[str] = []
+
+    def is_down(method: str) -> None:
+        asked.append(method)
+        raise NoAnswerError("fake: cannot connect", was_sent=False)
+
+    desk.market.before_call = is_down
+    one = job().roles[0]
+    three = replace(job(), roles=tuple(replace(one, name=name) for name in "abc"))
+    with pytest.raises(NobodyAnsweredError, match="role a: nobody could say"):
+        plan_rows(desk, three)
+    assert asked == ["search_offers"]
+
+
+def test_roles_of_other_backends_are_asked_for_at_once() -> None:
+    """Only a backend that is new to two of them makes one wait."""
+    roles = [
+        replace(job().roles[0], name=name, backends=tuple(backends))
+        for name, backends in (("a", "v"), ("b", "vl"), ("c", "r"), ("d", "vr"), ("e", "l"))
+    ]
+    assert [[role.name for role in wave] for wave in waves(roles)] == [["a", "c", "e"], ["b", "d"]]
 
 
 def test_a_plan_beyond_the_hard_cap_is_refused_before_anything_is_rented() -> None:

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -107,7 +107,8 @@ def run(argv: Sequence[str]) -> int:
         return ExitStatus.OK  # whoever read our output has seen enough
     except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last place that can tell
         message, kind = explain(exc)
-        return _tell(message, kind, as_json)
+        details = exc.details if isinstance(exc, PacelineError) else {}
+        return _tell(message, kind, details if as_json else None)
     return int(status) if isinstance(status, int) else ExitStatus.OK
 
 
@@ -142,10 +143,11 @@ def explain(exc: BaseException) -> tuple[str, ExitStatus]:
     return f"{what}; this is a bug in paceline, please report the above", ExitStatus.FAILED
 
 
-def _tell(message: str, status: ExitStatus, as_json: bool) -> int:  # noqa: FBT001
-    if as_json:
-        error = {"error": {"message": message, "exit_status": int(status), "kind": status.name}}
+def _tell(message: str, status: ExitStatus, details: Mapping[str, object] | None) -> int:
+    """Print an error; with ``details`` also as one JSON object that has them."""
+    if details is not None:
+        error = {"message": message, "exit_status": int(status), "kind": status.name}
         with suppress(ReaderGoneError):  # the status still says it
-            click.echo(json.dumps(error))
+            click.echo(json.dumps({"error": {**error, **details}}))
     click.echo(printable(f"paceline: {message}"), err=True)
     return int(status)

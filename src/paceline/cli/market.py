@@ -53,7 +53,7 @@ def offers(  # noqa: PLR0913 - one parameter per option
         click.echo(json.dumps(_as_json(found)))
     else:
         _show(found.offers, limit=limit)
-    return ExitStatus.OK if found.offers else ExitStatus.PROVISION
+    return _status_of(found, gpu)
 
 
 @click.command()
@@ -102,11 +102,27 @@ def _names(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked)) or known
 
 
+def _status_of(found: Survey, gpu: str) -> ExitStatus:
+    """Say, where there is nothing, whether that is what the backends answered."""
+    if found.offers:
+        return ExitStatus.OK
+    if all(note.is_failure for note in found.notes):
+        click.echo(f"no backend said what there is of {gpu}; see paceline check", err=True)
+        return ExitStatus.PREFLIGHT
+    click.echo(f"nothing on offer fits {gpu}", err=True)
+    return ExitStatus.PROVISION
+
+
 def _as_json(found: Survey) -> dict[str, object]:
     return {
         "offers": [_row(offer) for offer in found.offers],
         "notes": [
-            {"backend": note.backend, "message": note.message, "is_failure": note.is_failure}
+            {
+                "backend": note.backend,
+                "message": note.message,
+                "is_failure": note.is_failure,
+                "silence": note.silence,
+            }
             for note in found.notes
         ],
         "wall_s": {name: round(wall_s, 3) for name, wall_s in found.wall_s.items()},

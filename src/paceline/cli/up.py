@@ -14,8 +14,8 @@ from rich.table import Table
 
 from paceline.cli.progress import is_interactive, watcher_for
 from paceline.cli.streams import ReaderGoneError
-from paceline.core.errors import ExitStatus, UsageError
-from paceline.core.text import printable
+from paceline.core.errors import ExitStatus, PreflightError, UsageError
+from paceline.core.text import printable, told_by
 from paceline.rental import NoOffersError, backend_names
 from paceline.rental.compose import check_credentials
 from paceline.runs import compose
@@ -81,6 +81,7 @@ def up(  # noqa: PLR0913 - one parameter per option
         return _resume(resume, as_json=as_json)
     spec, source = compose.read_job(Path(str(job)))
     with compose.open_services() as services:
+        _say_who_is_asked(spec)
         if not dry_run:
             _clean_up(services, spec)
         plan = _planned(services, spec, retry_for_s=None if dry_run else retry_until_up)
@@ -146,6 +147,7 @@ def run(  # noqa: PLR0913 - one parameter per option
     role |= {"spot": True} if spot else {}
     spec, source = compose.job_of_command(role, budget_usd=budget_usd)
     with compose.open_services() as services:
+        _say_who_is_asked(spec)
         _clean_up(services, spec)
         _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
         order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
@@ -158,13 +160,11 @@ def _usable(budget_usd: float | None) -> list[str]:
     if budget_usd is None:
         names = tuple(name for name in names if name in FREE_BACKENDS)
         click.echo(f"without --budget-usd only {', '.join(names)} are asked", err=True)
-    found = [
-        name
-        for name, report in check_credentials(names, timeout_s=CHECK_TIMEOUT_S)
-        if report.is_valid
-    ]
+    reports = check_credentials(names, timeout_s=CHECK_TIMEOUT_S)
+    found = [name for name, report in reports if report.is_valid]
     if not found:
-        raise UsageError(f"none of {', '.join(names)} lets you in; see paceline check")
+        said = "".join(f"\n  {told_by(name, ' '.join(r.advice.split()))}" for name, r in reports)
+        raise PreflightError(f"none of {', '.join(names)} lets you in:{said}")
     return found
 
 
@@ -189,13 +189,16 @@ def _planned(
     def tell(problem: NoOffersError, wait_s: float) -> None:
         click.echo(printable(f"{problem}\nlooking again in {wait_s:.0f} s"), err=True)
 
-    asked = sorted({name for role in spec.roles for name in role.backends} - FREE_BACKENDS)
-    if asked:
-        # their pace, or a network that is not there, can make this last
-        click.echo(f"asking {', '.join(asked)} what there is to rent", err=True)
     return patient_rows(
         services, spec, clock=services.clock, retry_for_s=retry_for_s, tell=tell, explain=explain
     )
+
+
+def _say_who_is_asked(spec: JobSpec) -> None:
+    """Say what is waited for before it is: their pace, or a dead network, can make it last."""
+    asked = sorted({name for role in spec.roles for name in role.backends} - FREE_BACKENDS)
+    if asked:
+        click.echo(f"asking {', '.join(asked)} what there is to rent", err=True)
 
 
 def _execute(services: Services, order: Order, *, as_json: bool) -> int:
@@ -229,6 +232,8 @@ def _clean_up(services: Services, spec: JobSpec) -> None:
     names = dict.fromkeys(name for role in spec.roles for name in role.backends)
     found = find_left_overs(services, names)
     rule = EndRule()
+    for problem in found.problems:
+        click.echo(printable(f"warning: {problem}"), err=True)
     for machine in rule.chosen(found):
         click.echo(f"ending {machine.label}, left by a run that nobody drives", err=True)
     for failure in end_left_overs(services, found, rule).failures:

@@ -1,5 +1,6 @@
 """The root of every error that Paceline raises on purpose, with the exit status it means."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ class ExitStatus(IntEnum):
     USAGE = 2
     """Something given was wrong: an option, a job file. Nothing was started."""
     PREFLIGHT = 10
-    """Something around is missing or refused: credentials, a port, disk, a file."""
+    """Something around is missing or refused: credentials, the network, a port, disk, a file."""
     PROVISION = 20
     """No machine could be rented."""
     NOT_READY = 30
@@ -33,6 +34,11 @@ class PacelineError(Exception):
     """Base of our errors: the message says what happened, to what, and what to do next."""
 
     exit_status: ClassVar[ExitStatus] = ExitStatus.FAILED
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        """Return what a program can use beside the message; values are JSON."""
+        return {}
 
 
 class UsageError(PacelineError, ValueError):

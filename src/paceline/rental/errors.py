@@ -1,5 +1,8 @@
 """What can go wrong with machines, sorted by what the caller does next."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import ClassVar, TypedDict, Unpack
 
 from paceline.core.errors import ExitStatus, PacelineError
@@ -12,8 +15,40 @@ class BackendError(PacelineError, RuntimeError):
     exit_status = ExitStatus.PROVISION
 
 
+class Silence(StrEnum):
+    """Why a backend that was asked offers nothing."""
+
+    NOTHING_FITS = "nothing_fits"
+    """It answered: relax the constraints."""
+    REFUSED = "refused"
+    """It does not let us in, or not do this: mend that; waiting does not help."""
+    UNREACHABLE = "unreachable"
+    """It gave no answer that could be used: it may in a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """One backend that offers nothing."""
+
+    backend: str
+    silence: Silence
+    message: str
+
+
 class NoOffersError(BackendError):
-    """Nothing on offer fits: relax a constraint or ask another backend."""
+    """Nothing on offer fits: relax a constraint or ask another backend.
+
+    ``backends`` are those that offer nothing at all, each with why.
+    """
+
+    def __init__(self, *args: object, backends: Sequence[Silent] = ()) -> None:
+        super().__init__(*args)
+        self.backends = tuple(backends)
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        """Return each backend that offers nothing, and why."""
+        return {"backends": [asdict(one) for one in self.backends]} if self.backends else {}
 
 
 class ProvisionError(BackendError):
@@ -220,6 +255,14 @@ class RentingStoppedError(BackendError):
 
 class AllRefusedError(NoOffersError):
     """Every backend refuses us for a reason that waiting does not mend, such as a missing key."""
+
+    exit_status = ExitStatus.PREFLIGHT
+
+
+class NobodyAnsweredError(NoOffersError):
+    """No backend gave an answer, so nobody knows what there is: the network, or they, are down."""
+
+    exit_status = ExitStatus.PREFLIGHT
 
 
 class AttemptsFailedError(NoOffersError):

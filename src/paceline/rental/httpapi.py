@@ -47,6 +47,8 @@ _HOLD_S = 5.0
 _SAME_S = 1e-6
 _SNIPPET_CHARS = 200
 _REQUEST_ID_HEADERS = ("x-request-id", "x-amzn-requestid", "cf-ray")
+_UNREACHABLE_S = 10.0
+"""A read that reaches nobody for so long is not repeated: somebody may be waiting for it."""
 _POLICY = RetryPolicy(attempts=4, first_delay_s=1.0, delay_s_max=20.0)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -205,7 +207,8 @@ class HttpApi:
         """
         url = path if path.startswith("http") else self._base_url + path
         request = _Request(method=method, url=url, lane=lane, params=params or {}, body=body)
-        deadline_s = self._parts.clock.monotonic() + self._dialect.timeout_s
+        begun_s = self._parts.clock.monotonic()
+        deadline_s = begun_s + self._dialect.timeout_s
         tries = 0
         while True:
             tries += 1
@@ -213,7 +216,10 @@ class HttpApi:
                 return self._once(request, deadline_s=deadline_s)
             except (AmbiguousError, RateLimitError) as exc:
                 delay_s = self._delay_s(exc, effect, tries)
-                if delay_s is None or self._parts.clock.monotonic() + delay_s >= deadline_s:
+                end_s = deadline_s
+                if effect is Effect.READ and isinstance(exc, NoAnswerError) and not exc.was_sent:
+                    end_s = min(deadline_s, begun_s + _UNREACHABLE_S)
+                if delay_s is None or self._parts.clock.monotonic() + delay_s >= end_s:
                     raise
                 self._parts.clock.sleep(delay_s)
 

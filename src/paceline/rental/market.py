@@ -10,9 +10,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.rental.backends.protocol import BackendAdapter, SupportsCredentials
 from paceline.rental.catalogue import parse_target
-from paceline.rental.errors import NoOffersError
+from paceline.rental.errors import Silence
 from paceline.rental.model import CredentialReport, Offer, OfferConstraints
-from paceline.rental.plan import BackendAnswer, plan_attempts
+from paceline.rental.plan import BackendAnswer, plan_attempts, silence_of
 
 NUM_OFFERS_MAX = 10_000
 _T = TypeVar("_T")
@@ -34,8 +34,12 @@ class Note:
 
     backend: str
     message: str
-    is_failure: bool
-    """False: it answered, and has nothing that fits."""
+    silence: Silence
+
+    @property
+    def is_failure(self) -> bool:
+        """Return whether it did not say what it has."""
+        return self.silence is not Silence.NOTHING_FITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +150,9 @@ def check_all(
 
 def _note(answer: Answer[list[Offer]], unfit: str) -> Note:
     if answer.failure is None:
-        return Note(backend=answer.backend, message=unfit, is_failure=False)
-    is_failure = not isinstance(answer.failure, NoOffersError)
-    return Note(backend=answer.backend, message=_say(answer), is_failure=is_failure)
+        return Note(backend=answer.backend, message=unfit, silence=Silence.NOTHING_FITS)
+    silence = silence_of(answer.failure)
+    return Note(backend=answer.backend, message=_say(answer), silence=silence)
 
 
 def _say(answer: Answer[_T]) -> str:

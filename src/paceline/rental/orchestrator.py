@@ -103,6 +103,10 @@ class Orchestrator:
         """Ask all backends of the request at once and order what they have. Creates nothing."""
         return self._searcher.plan(request, failures=failures, explain=explain)
 
+    def heard(self, name: str, failure: Exception) -> None:
+        """Take note that a backend could not be reached, so that a plan need not find it out."""
+        self._searcher.heard(name, failure)
+
     def rent(self, request: RentRequest) -> Machine:
         """Return a machine that runs and was accepted, from the first offer that becomes one.
 

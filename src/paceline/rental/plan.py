@@ -5,8 +5,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from paceline.core.errors import PreflightError, UsageError
 from paceline.core.text import told_by
-from paceline.rental.errors import NoOffersError, ProvisionError
+from paceline.rental.errors import (
+    AllRefusedError,
+    AuthError,
+    BalanceError,
+    NobodyAnsweredError,
+    NoOffersError,
+    ProvisionError,
+    RequestError,
+    Silence,
+    Silent,
+)
 from paceline.rental.failover import Block
 from paceline.rental.hosts import HostRecord, first_hour_usd
 from paceline.rental.model import Offer, OfferConstraints
@@ -62,8 +73,8 @@ class BackendAnswer:
     offers: tuple[Offer, ...] = ()
     refusal: str | None = None
     """Why there are none."""
-    is_lasting: bool = False
-    """Waiting does not mend that."""
+    silence: Silence = Silence.NOTHING_FITS
+    """The same as a kind."""
     others: tuple[Offer, ...] = ()
     """What it has beside, and what does not fit; to be told about, never to be taken."""
 
@@ -90,6 +101,8 @@ class PassedOver:
     """None: the backend had nothing at all."""
     reasons: tuple[str, ...]
     dph: float | None = None
+    silence: Silence | None = None
+    """Why a whole backend had nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +116,60 @@ class RentPlan:
     is_hopeless: bool = False
     """Nothing is to be had, and waiting does not mend it."""
 
-    def explain(self) -> str:
-        """Return one line per thing that was passed over."""
+    @property
+    def silent(self) -> tuple[Silent, ...]:
+        """Return the backends that offer nothing, each with why."""
+        return tuple(
+            Silent(
+                backend=left.backend,
+                silence=left.silence,
+                message=told_by(left.backend, ", ".join(left.reasons)),
+            )
+            for left in self.passed_over
+            if left.silence is not None
+        )
+
+    def explain(self, *, failures: bool = True) -> str:
+        """Return one line per thing that was passed over; or only what backends did answer."""
         return "; ".join(
             told_by(" ".join(filter(None, (left.backend, left.offer_id))), ", ".join(left.reasons))
             for left in self.passed_over
+            if failures or left.silence in (None, Silence.NOTHING_FITS)
         )
+
+
+def nothing_to_try(plan: RentPlan, *, who: str, gpu: str) -> NoOffersError:
+    """Return the error of a plan without attempts: what was answered, and who did not answer.
+
+    That nothing fits is only said of backends that were asked and answered.
+    """
+    failed = [one for one in plan.silent if one.silence is not Silence.NOTHING_FITS]
+    why = "; ".join(one.message for one in failed)
+    if plan.is_hopeless:
+        text = f"{who}: every backend refuses us: {why}; mend that, or allow another backend"
+        return AllRefusedError(text, backends=plan.silent)
+    if {left.backend for left in plan.passed_over} <= {one.backend for one in failed}:
+        return NobodyAnsweredError(
+            f"{who}: nobody could say what there is of {gpu}: {why}; allow another backend, or "
+            "wait for it with --retry-until-up",
+            backends=plan.silent,
+        )
+    near = "".join(f"; nearest: {one}" for one in plan.relaxations)
+    unasked = f". Without an answer: {why}" if failed else ""
+    return NoOffersError(
+        f"{who}: nothing on offer fits {gpu}: {plan.explain(failures=False)}{near}; relax the "
+        f"role, allow another backend, or wait for it with --retry-until-up{unasked}",
+        backends=plan.silent,
+    )
+
+
+def silence_of(failure: Exception) -> Silence:
+    """Return what it means that a backend failed when it was asked for offers."""
+    if isinstance(failure, NoOffersError):
+        return Silence.NOTHING_FITS
+    if isinstance(failure, AuthError | BalanceError | RequestError | PreflightError | UsageError):
+        return Silence.REFUSED
+    return Silence.UNREACHABLE
 
 
 class NextStep(StrEnum):
@@ -182,7 +243,7 @@ def plan_attempts(
         attempts=attempts[:num_max],
         passed_over=(*_silent(answers), *unfit, *surplus),
         relaxations=nearest(rejected, first_dph=first_dph),
-        is_hopeless=bool(answers) and all(answer.is_lasting for answer in answers),
+        is_hopeless=bool(answers) and all(a.silence is Silence.REFUSED for a in answers),
     )
 
 
@@ -200,7 +261,10 @@ def _others(
 def _silent(answers: Iterable[BackendAnswer]) -> list[PassedOver]:
     return [
         PassedOver(
-            backend=answer.backend, offer_id=None, reasons=(answer.refusal or "has no offer",)
+            backend=answer.backend,
+            offer_id=None,
+            reasons=(answer.refusal or "has no offer",),
+            silence=answer.silence,
         )
         for answer in answers
         if not answer.offers

@@ -13,7 +13,7 @@ from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, wors
 from paceline.rental.catalogue import parse_target
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
-from paceline.rental.plan import NUM_ATTEMPTS_MAX, RentPlan
+from paceline.rental.plan import NUM_ATTEMPTS_MAX, RentPlan, nothing_to_try
 from paceline.runs.fleet import rent_request
 from paceline.runs.model import JobSpec, RoleKind, RoleSpec, Slot
 from paceline.runs.reach import exposed
@@ -73,7 +73,7 @@ class PlanRow:
 
 
 def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list[PlanRow]:
-    """Ask for all roles at once.
+    """Ask for all roles, as many at once as can be without two finding a backend down.
 
     Raises:
         NoOffersError: the first role that nothing fits.
@@ -83,14 +83,38 @@ def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list
     def ask(role: RoleSpec) -> RentPlan:
         return _plan(planning, job, role, explain=explain)
 
-    with ThreadPoolExecutor(max_workers=len(job.roles)) as pool:
-        plans = list(pool.map(ask, job.roles))
+    plans: dict[str, RentPlan] = {}
+    for wave in waves(job.roles):
+        with ThreadPoolExecutor(max_workers=len(wave)) as pool:
+            plans |= zip((role.name for role in wave), pool.map(ask, wave), strict=True)
     taken: set[tuple[str, str]] = set()
-    rows = [_row(role, plan, taken) for role, plan in zip(job.roles, plans, strict=True)]
+    rows = [_row(role, plans[role.name], taken) for role in job.roles]
     refusal = refuse_plan([row.planned for row in rows], caps_of(job))
     if refusal is not None:
         raise BudgetError(refusal)
     return rows
+
+
+def waves(roles: Sequence[RoleSpec]) -> list[list[RoleSpec]]:
+    """Return roles in the order in which they are asked for, those of a wave at once.
+
+    A backend that nobody has asked yet is asked by one role, so that one which does not answer
+    is waited for once.
+    """
+    left, known = list(roles), set[str]()
+    found: list[list[RoleSpec]] = []
+    while left:
+        wave: list[RoleSpec] = []
+        fresh: set[str] = set()
+        for role in left:
+            new = set(role.backends) - known
+            if new.isdisjoint(fresh):
+                wave.append(role)
+                fresh |= new
+        known |= fresh
+        left = [role for role in left if role not in wave]
+        found.append(wave)
+    return found
 
 
 def patient_rows(
@@ -140,12 +164,7 @@ def _plan(planning: Planning, job: JobSpec, role: RoleSpec, *, explain: bool) ->
     ports = (0,) * _num_ports(job, role)
     plan = planning.rental.plan(replace(request, ports=ports), explain=explain)
     if not plan.attempts:
-        near = "".join(f"; nearest: {one}" for one in plan.relaxations)
-        kind = AllRefusedError if plan.is_hopeless else NoOffersError
-        raise kind(
-            f"role {role.name}: nothing on offer fits {role.gpu}: {plan.explain()}{near}; "
-            "relax the role, or allow another backend"
-        )
+        raise nothing_to_try(plan, who=f"role {role.name}", gpu=role.gpu)
     return plan
 
 

@@ -225,6 +225,7 @@ def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list
         if failure is None and answer.value is None:
             problems.append(f"{name} cannot list machines: only what is on record is known")
         elif isinstance(failure, PacelineError | TimeoutError):
+            keeping.rental.heard(name, failure)
             # without a key nothing can be rented; what is on record is asked about all the same
             is_idle = name in OF_THIS_COMPUTER and name not in on_record
             if not is_idle and not isinstance(failure, MissingKeyError | MissingExtraError):

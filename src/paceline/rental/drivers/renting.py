@@ -39,7 +39,13 @@ from paceline.rental.failover import (
 )
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.model import InstanceHandle, Offer
-from paceline.rental.plan import NextStep, RentPlan, RentRequest, after_failure
+from paceline.rental.plan import (
+    NextStep,
+    RentPlan,
+    RentRequest,
+    after_failure,
+    nothing_to_try,
+)
 from paceline.rental.reasons import Reasons
 from paceline.rental.records import Machine, make_label, offer_summary
 from paceline.store.protocol import StoreError
@@ -426,6 +432,8 @@ def _is_passing(plan: RentPlan, history: list[Attempt]) -> bool:
 
 def _nothing_left(request: RentRequest, plan: RentPlan, history: list[Attempt]) -> NoOffersError:
     """Return the error that tells of every attempt, one line each, with what it cost."""
+    if not plan.attempts and not history:
+        return nothing_to_try(plan, who=request.slot, gpu=request.gpu)
     tried = "".join(f"\n  {attempt}" for attempt in history) or " nothing"
     near = "; ".join(map(str, plan.relaxations))
     advice = f"Nearest: {near}. " if near else ""

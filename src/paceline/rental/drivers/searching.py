@@ -4,17 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from paceline.core.errors import UsageError
+from paceline.core.errors import MissingExtraError, UsageError
 from paceline.rental.backends.protocol import BackendAdapter, SupportsPorts, SupportsSpot
 from paceline.rental.catalogue import parse_target
 from paceline.rental.drivers.parts import RentalParts
-from paceline.rental.errors import (
-    AuthError,
-    BackendError,
-    BalanceError,
-    NoOffersError,
-    RequestError,
-)
+from paceline.rental.errors import BackendError, NoAnswerError, NoOffersError, Silence
 from paceline.rental.model import Offer, OfferConstraints
 from paceline.rental.plan import (
     BackendAnswer,
@@ -23,11 +17,14 @@ from paceline.rental.plan import (
     RentPlan,
     RentRequest,
     plan_attempts,
+    silence_of,
 )
 from paceline.rental.relaxing import wide
 
 FRESH_S = 60.0
 """For so long the answers to one search serve all machines that ask for the same."""
+DOWN_S = 20.0
+"""For so long one that gave no answer is not asked again; less than what a retry waits."""
 
 
 class Plans:
@@ -39,6 +36,7 @@ class Plans:
     def __init__(self) -> None:
         self._lock = Lock()
         self._plans: dict[RentRequest, tuple[float, RentPlan]] = {}
+        self._down: dict[str, tuple[float, BackendAnswer]] = {}
 
     def put(self, request: RentRequest, plan: RentPlan, *, now_s: float) -> None:
         """Keep a plan that was just made."""
@@ -50,6 +48,19 @@ class Plans:
         with self._lock:
             made_s, plan = self._plans.get(_kind(request), (float("-inf"), None))
         return plan if now_s - made_s < FRESH_S else None
+
+    def heard(self, answer: BackendAnswer, *, now_s: float) -> None:
+        """Keep that a backend gave no answer, or forget it when it does."""
+        with self._lock:
+            self._down.pop(answer.backend, None)
+            if answer.silence is Silence.UNREACHABLE:
+                self._down[answer.backend] = (now_s, answer)
+
+    def down(self, name: str, *, now_s: float) -> BackendAnswer | None:
+        """Return what became of asking a backend that gave no answer just now."""
+        with self._lock:
+            since_s, answer = self._down.get(name, (float("-inf"), None))
+        return answer if now_s - since_s < DOWN_S else None
 
 
 def _kind(request: RentRequest) -> RentRequest:
@@ -87,10 +98,7 @@ class Searcher:
             raise UsageError(f"role {request.role}: no backend is named; name at least one")
 
         def ask(name: str) -> BackendAnswer:
-            backend = self._parts.backend(name)
-            if request.ports and isinstance(backend, SupportsPorts):
-                backend = backend.with_ports(request.ports)
-            return _answer(backend, name, constraints, is_spot=request.is_spot, explain=explain)
+            return self._ask(name, request, constraints, explain=explain)
 
         now_s = self._parts.clock.time()
         memory = self._parts.memory
@@ -108,6 +116,30 @@ class Searcher:
         self._plans.put(request, plan, now_s=self._parts.clock.monotonic())
         return plan
 
+    def _ask(
+        self, name: str, request: RentRequest, constraints: OfferConstraints, *, explain: bool
+    ) -> BackendAnswer:
+        """Ask one backend, unless it gave no answer just now: then that is the answer still."""
+        clock = self._parts.clock
+        down = self._plans.down(name, now_s=clock.monotonic())
+        if down is not None:
+            return down
+        try:
+            backend = self._parts.backend(name)
+        except MissingExtraError as exc:
+            return BackendAnswer(backend=name, refusal=str(exc), silence=silence_of(exc))
+        if request.ports and isinstance(backend, SupportsPorts):
+            backend = backend.with_ports(request.ports)
+        answer = _answer(backend, name, constraints, is_spot=request.is_spot, explain=explain)
+        self._plans.heard(answer, now_s=clock.monotonic())
+        return answer
+
+    def heard(self, name: str, failure: Exception) -> None:
+        """Take note that another question never reached a backend; offers need not be asked for."""
+        if isinstance(failure, NoAnswerError) and not failure.was_sent:
+            answer = BackendAnswer(backend=name, refusal=str(failure), silence=silence_of(failure))
+            self._plans.heard(answer, now_s=self._parts.clock.monotonic())
+
     def fresh_plan(self, request: RentRequest) -> RentPlan:
         """Return the plan that was made for such a machine just now, else make one."""
         known = self._plans.take(request, now_s=self._parts.clock.monotonic())
@@ -123,7 +155,7 @@ def _answer(
 ) -> BackendAnswer:
     if is_spot and not isinstance(backend, SupportsSpot):
         no_spot = "rents nothing as spot; say spot: false to rent there"
-        return BackendAnswer(backend=name, refusal=no_spot, is_lasting=True)
+        return BackendAnswer(backend=name, refusal=no_spot, silence=Silence.REFUSED)
     refusal: str | None = None
     offers: Sequence[Offer] = ()
     try:
@@ -131,8 +163,7 @@ def _answer(
     except BackendError as exc:
         refusal = str(exc)
         if not isinstance(exc, NoOffersError):
-            is_lasting = isinstance(exc, AuthError | BalanceError | RequestError)
-            return BackendAnswer(backend=name, refusal=refusal, is_lasting=is_lasting)
+            return BackendAnswer(backend=name, refusal=refusal, silence=silence_of(exc))
     others = _others(backend, c, is_spot=is_spot) if explain else []
     return BackendAnswer(backend=name, offers=tuple(offers), refusal=refusal, others=tuple(others))
 
