@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -50,6 +51,35 @@ def test_every_verb_loads(name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     assert command.get_short_help_str()
+
+
+NO_JSON = {
+    "ssh": "a shell for a person",
+    "completion": "a script for a shell",
+    "serve": "what it prints is a JSON object already",
+}
+
+
+def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield every command that does something, by what is typed."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from commands(inner, f"{path} {name}".strip())
+    else:
+        yield path, command
+
+
+def test_every_command_has_json() -> None:
+    """Whoever drives us with a program never has to read tables; what has none is named here."""
+    without = {
+        path
+        for path, command in commands(cli, "")
+        if not any("--json" in option.opts for option in command.params)
+    }
+    assert without == set(NO_JSON)
 
 
 def test_an_unknown_verb_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

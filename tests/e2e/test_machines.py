@@ -38,6 +38,24 @@ def machine(operator: Operator, tmp_path: Path) -> Iterator[FakeMachine]:
 COUNT = "i=0; while [ ! -e stop ]; do echo line $i; i=$((i+1)); sleep 0.05; done; echo last"
 
 
+def assert_json(operator: Operator) -> None:
+    """What a program is told of a command and of copies."""
+    where = {"run_id": "in", "role": "task", "index": 0, "backend": "ssh"}
+    status, out, err = operator.type("exec", "in", "--json", "--", "cat sub/file; exit 9")
+    assert (status, err) == (9, "there and back")
+    assert where.items() <= (told := json.loads(out)).items()
+    assert told["exit_code"] == 9
+    for _ in range(2):  # what is there already is not counted again
+        told = operator.type_json("sync", "in", ":sub", "back")[1]
+        assert where.items() <= told.items()
+        (operator.home / "back" / "file").write_text("else", encoding="utf-8")
+        assert (told["num_files"], told["num_bytes"]) == (1, 14)
+    operator.type("sync", "in", ":sub", "back")
+    assert operator.type_json("sync", "in", ":sub", "back")[1]["num_files"] == 0
+    told = operator.type_json("sync", "in", "back", ":more", "--dry-run")[1]
+    assert (told["copied"], told["num_files"]) == (False, 1)
+
+
 def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) -> None:
     """A log is read live by another terminal, also over lost connections and without a driver."""
     operator.job(f"name: in\nroles:\n  task: {{backend: ssh, gpu: cpu-1x, run: '{COUNT}'}}\n")
@@ -48,6 +66,7 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     assert operator.type("sync", "in", "file", ":sub/file")[0] == 0
     status, out, _ = operator.type("exec", "in", "--", "cat sub/file; exit 9")
     assert (status, out) == (9, "there and back")
+    assert_json(operator)
     assert [operator.type("ssh-config", "install")[0] for _ in range(2)] == [0, 0]
     user_file = operator.home / ".ssh" / "config"
     assert user_file.read_text().count("Include") == 1
@@ -71,6 +90,9 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     num_lines = pulled.count("\n")
     assert pulled == "".join(f"line {i}\n" for i in range(num_lines - 1)) + "last\n"
     assert operator.type("logs", "in")[1] == pulled, "a switch's log is no role's"
+    lines = [json.loads(line) for line in operator.type("logs", "in", "--json")[1].splitlines()]
+    assert "".join(f"{line['text']}\n" for line in lines) == pulled
+    assert lines[1] == {"role": "task", "index": 0, "offset": 7, "text": "line 1"}
     assert "has no machine now" in operator.type("exec", "in", "true")[2]
     assert operator.type_json("ssh-config")[1]["names"] == []
     assert operator.type("ssh-config", "remove")[0] == 0

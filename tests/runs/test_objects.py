@@ -1,6 +1,7 @@
 """Checkpoints in an object store: committed whole, verified when fetched, pruned in order."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import obstore
@@ -26,8 +27,8 @@ def make(base: Path, path: str, text: str, *, at: int = 900) -> None:
     os.utime(target, (at, at))
 
 
-def push(store: CheckpointStore, base: Path, *, keep: int = 4) -> list[str]:
-    return store.push(listed_here(base, ROOTS, now_s=10_000), base=base, keep=keep)
+def push(store: CheckpointStore, base: Path, *, keep: int = 4) -> Sequence[str]:
+    return store.push(listed_here(base, ROOTS, now_s=10_000), base=base, keep=keep).sent
 
 
 def test_what_was_sent_comes_back(tmp_path: Path, store: CheckpointStore) -> None:
@@ -72,9 +73,10 @@ def test_files_that_change_meanwhile_are_not_committed(
     make(base, "out/a/model", "old", at=100)
     found = listed_here(base, ROOTS, now_s=10_000)
     make(base, "out/a/model", "newer", at=200)
-    assert store.push(found, base=base, keep=4) == []
+    assert not store.push(found, base=base, keep=4).sent
     (base / "out/a/model").unlink()
-    assert store.push(found, base=base, keep=4) == []
+    pushed = store.push(found, base=base, keep=4)
+    assert (pushed.sent, [key.rpartition("-")[2] for key in pushed.skipped]) == ([], ["a"])
     assert store.kept() == {}
 
 

@@ -1,6 +1,7 @@
 """``paceline checkpoints``: what was kept of a run, and the way to an object store and back."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,12 @@ def push(
     """Send what is new below ROOTS, in the run's folder on this machine, to URL."""
     base = Path(run_id)
     found = listed_here(base, roots, now_s=compose.now_s())
-    sent = _store(url, run_id, slot).push(found, base=base, keep=keep)
-    click.echo(json.dumps({"sent": sent}) if as_json else f"{len(sent)} checkpoints sent")
+    pushed = _store(url, run_id, slot).push(found, base=base, keep=keep)
+    if as_json:
+        click.echo(json.dumps({"url": url, "run_id": run_id, "slot": slot} | asdict(pushed)))
+        return
+    said = f"{len(pushed.sent)} checkpoints sent, {len(pushed.skipped)} skipped"
+    click.echo(f"{said}, {len(pushed.pruned)} pruned")
 
 
 @checkpoints.command()
@@ -74,8 +79,14 @@ def push(
 @_json_option
 def fetch(*, url: str, run_id: str, slot: str, into: Path, as_json: bool) -> None:
     """Fetch the newest checkpoints of a slot from URL; each appears whole or not at all."""
-    fetched = _store(url, run_id, slot).fetch_newest(into)
-    click.echo(json.dumps({"fetched": fetched}) if as_json else f"{len(fetched)} fetched")
+    store = _store(url, run_id, slot)
+    fetched = store.fetch_newest(into)
+    if as_json:
+        older = sorted(set(store.kept()) - set(fetched))
+        found = {"url": url, "run_id": run_id, "slot": slot, "into": str(into)}
+        click.echo(json.dumps(found | {"fetched": fetched, "skipped": older}))
+        return
+    click.echo(f"{len(fetched)} fetched")
 
 
 def _store(url: str, run_id: str, slot: str) -> Any:

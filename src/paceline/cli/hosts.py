@@ -50,7 +50,8 @@ def hosts_ls(*, as_json: bool) -> None:
 @click.argument("host")
 @click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
 @click.option("--reason", default="by hand", show_default=True)
-def hosts_block(*, backend: str, host: str, days: float, reason: str) -> None:
+@_json_option
+def hosts_block(*, backend: str, host: str, days: float, reason: str, as_json: bool) -> None:
     """Pass over HOST of BACKEND, as `hosts ls` and `offers --json` name it."""
     with compose.open_services() as services:
         services.backend_of(backend)
@@ -64,20 +65,24 @@ def hosts_block(*, backend: str, host: str, days: float, reason: str) -> None:
             until_s=services.clock.time() + days * 86_400,
         )
         services.rental.memory.block(block)
-    click.echo(f"{backend} {host} is passed over for {days:g} days")
+        told = _block_json(block, services.clock.time())
+    text = f"{backend} {host} is passed over for {days:g} days"
+    click.echo(json.dumps(told) if as_json else text)
 
 
 @hosts.command("forget")
 @click.argument("backend", required=False)
 @click.argument("host", required=False)
 @click.option("--all", "is_all", is_flag=True, help="Everything.")
-def hosts_forget(*, backend: str | None, host: str | None, is_all: bool) -> None:
+@_json_option
+def hosts_forget(*, backend: str | None, host: str | None, is_all: bool, as_json: bool) -> None:
     """Forget HOST of BACKEND, or all of BACKEND, and pass nothing over for it any more."""
     if (backend is None) != is_all:
         raise UsageError("name a BACKEND and perhaps a HOST, or say --all")
     with compose.open_services() as services:
         count = services.rental.memory.forget(backend=backend, host=host)
-    click.echo(f"{count} records are forgotten")
+    text = f"{count} records are forgotten"
+    click.echo(json.dumps({"num_forgotten": count}) if as_json else text)
 
 
 @click.command()

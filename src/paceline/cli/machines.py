@@ -4,13 +4,15 @@ import errno
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import click
 
-from paceline.cli.streams import ReaderGoneError
+from paceline.cli.lines import JsonLines
+from paceline.cli.streams import ReaderGoneError, output_to_stderr
 from paceline.core.errors import ExitStatus, PreflightError, UsageError
 from paceline.rental import (
     BackendError,
@@ -21,14 +23,19 @@ from paceline.rental import (
 from paceline.rental.compose import terminal_of
 from paceline.rental.records import Machine
 from paceline.rental.remote.job import pass_through
+from paceline.rental.remote.rules import Copy
+from paceline.rental.remote.tail import Sink
+from paceline.rental.remote.tree import states_of
 from paceline.runs import compose
 from paceline.runs.bootstrap import Guest
+from paceline.runs.charts import bytes_text
 from paceline.runs.compose import Services
 from paceline.runs.deadman import LOG_PREFIX
 from paceline.runs.ledger import RunRecord
 from paceline.runs.model import Slot
 from paceline.runs.sshconfig import SshConfig
 
+_PIECE_BYTES = 1 << 16
 AGAIN_S = 1.0
 """How soon a role that ended is looked at again while its log is followed."""
 
@@ -49,10 +56,12 @@ def _which_machine(command: _Command) -> _Command:
 @click.command()
 @_which_machine
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")
-def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def logs(*, run_id: str, role: str | None, index: int, follow: bool, as_json: bool) -> int:
     """Show the log of a role, from its machine or, after the run, from what was pulled.
 
-    From the machine it is read live, also when whoever started the run is gone.
+    From the machine it is read live, also when whoever started the run is gone. With --json each
+    line has its role, index and text, and the byte at which it begins.
     """
     with compose.open_services() as services:
         record = services.ledger.get(run_id)
@@ -61,15 +70,28 @@ def logs(*, run_id: str, role: str | None, index: int, follow: bool) -> int:
         slot = Slot(role=role or _only(names, run_id), index=index)
         machine = _machine_of(machines, slot)
         if machine is not None and _is_running(services, machine):
-            _show_live(services, machine, Guest(run_id=run_id, slot=slot), follow=follow)
+            guest = Guest(run_id=run_id, slot=slot)
+            with _shown(slot, as_json=as_json) as sink:
+                _show_live(services, machine, guest, follow=follow, sink=sink)
             return ExitStatus.OK
     path = Path(record.out) / "logs" / f"{slot}.log"
     if not path.is_file():
         raise UsageError(f"no log of {slot} in {path.parent}; roles: {', '.join(names) or 'none'}")
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            click.echo(line, nl=False)
+    with path.open("rb") as file, _shown(slot, as_json=as_json) as sink:
+        while content := file.read(_PIECE_BYTES):
+            sink(content)
     return ExitStatus.OK
+
+
+@contextmanager
+def _shown(slot: Slot, *, as_json: bool) -> Iterator[Sink]:
+    """Yield what takes the bytes of a log and shows them."""
+    if not as_json:
+        yield _to_stdout
+        return
+    lines = JsonLines(slot, lambda text: _to_stdout(text.encode()))
+    yield lines.take
+    lines.close()
 
 
 @click.command()
@@ -93,21 +115,44 @@ def ssh(*, run_id: str, role: str | None, index: int) -> int:
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @_which_machine
 @click.option("--timeout", "timeout_s", type=click.IntRange(min=1), help="Seconds; then it ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; output to stderr.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def exec_(
-    *, run_id: str, role: str | None, index: int, timeout_s: int | None, command: tuple[str, ...]
+    *,
+    run_id: str,
+    role: str | None,
+    index: int,
+    timeout_s: int | None,
+    as_json: bool,
+    command: tuple[str, ...],
 ) -> int:
     """Run COMMAND on a machine of RUN; its output and exit status are passed on.
 
     It begins in the role's working directory. One argument is a line for the shell there, several
-    are a program and its arguments.
+    are a program and its arguments. With --json all that it says goes to stderr, and stdout has
+    its exit status and where it ran.
     """
     line = command[0] if len(command) == 1 else shlex.join(command)
     with compose.open_services() as services:
         machine, guest = _find(services, run_id, role, index)
         backend = services.backend_of(machine.backend)
         there = f"cd {shlex.quote(guest.path('work'))} || exit 126\n{line}"
-        return backend.run_remote(machine.handle, there, stream=True, timeout_s=timeout_s).code
+        with output_to_stderr() if as_json else nullcontext():
+            ended = backend.run_remote(machine.handle, there, stream=True, timeout_s=timeout_s)
+    if as_json:
+        found = {"exit_code": ended.code, "duration_s": ended.duration_s}
+        click.echo(json.dumps(found | _where(machine)))
+    return ended.code
+
+
+def _where(machine: Machine) -> dict[str, object]:
+    return {
+        "run_id": machine.run_id,
+        "role": machine.role,
+        "index": machine.index,
+        "backend": machine.backend,
+        "label": machine.label,
+    }
 
 
 @click.command()
@@ -118,6 +163,7 @@ def exec_(
 @click.option("--include", "includes", multiple=True, help="Wins over --exclude.")
 @click.option("--delete", is_flag=True, help="Remove there what is not in SRC; towards a machine.")
 @click.option("--dry-run", is_flag=True, help="Say what would be copied where, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def sync(  # noqa: PLR0913 - one parameter per option
     *,
     run_id: str,
@@ -129,35 +175,45 @@ def sync(  # noqa: PLR0913 - one parameter per option
     includes: tuple[str, ...],
     delete: bool,
     dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Copy between this computer and a machine of RUN, as rsync does.
 
     The side on the machine begins with a colon: `sync RUN src/ :src`, `sync RUN :out/ here/`.
-    Relative to there is the role's working directory.
+    Relative to there is the role's working directory. Counted are the files that SRC has here,
+    patterns applied, and towards here those that are new or changed.
     """
     if src.startswith(":") == dst.startswith(":"):
         raise UsageError("one of SRC and DST begins with a colon: that side is on the machine")
     if src.startswith(":") and delete:
         raise UsageError("--delete only works towards a machine; nothing is deleted here")
+    is_to = dst.startswith(":")
+    here, copy = Path(src if is_to else dst), Copy(includes=includes, excludes=excludes)
     with compose.open_services() as services:
         machine, guest = _find(services, run_id, role, index)
         backend = services.backend_of(machine.backend)
-        there = _there(guest, (src if src.startswith(":") else dst)[1:])
+        there = _there(guest, (dst if is_to else src)[1:])
+        begun_s = services.clock.monotonic()
+        before = {} if is_to else states_of(here, copy)
         if dry_run:
-            click.echo(f"{src} -> {dst}: {there} on {machine.label} ({machine.backend})")
-        elif src.startswith(":"):
-            backend.sync_from(
-                machine.handle, there, Path(dst), includes=includes, excludes=excludes
+            click.echo(
+                f"{src} -> {dst}: {there} on {machine.label} ({machine.backend})", err=as_json
+            )
+        elif is_to:
+            backend.sync_to(
+                machine.handle, here, there, includes=includes, excludes=excludes, delete=delete
             )
         else:
-            backend.sync_to(
-                machine.handle,
-                Path(src),
-                there,
-                includes=includes,
-                excludes=excludes,
-                delete=delete,
-            )
+            backend.sync_from(machine.handle, there, here, includes=includes, excludes=excludes)
+        wall_s = services.clock.monotonic() - begun_s
+    after = states_of(here, copy)
+    sizes = [state.num_bytes for path, state in after.items() if before.get(path) != state]
+    if as_json:
+        found = {"src": src, "dst": dst, "there": there, "copied": not dry_run}
+        counted = {"num_files": len(sizes), "num_bytes": sum(sizes), "wall_s": round(wall_s, 3)}
+        click.echo(json.dumps(found | counted | _where(machine)))
+    elif not dry_run:
+        click.echo(f"{len(sizes)} files, {bytes_text(sum(sizes))}", err=True)
 
 
 @click.command("ssh-config")
@@ -204,13 +260,16 @@ def _refresh(services: Services, config: SshConfig) -> list[str]:
     return problems
 
 
-def _show_live(services: Services, machine: Machine, guest: Guest, *, follow: bool) -> None:
+def _show_live(
+    services: Services, machine: Machine, guest: Guest, *, follow: bool, sink: Sink
+) -> None:
     """Print the log from its machine; with ``follow`` over restarts, until the run is over."""
-    if not isinstance(services.backend_of(machine.backend), SupportsAccess):
+    reads = isinstance(services.backend_of(machine.backend), SupportsAccess)
+    if not reads and sink is _to_stdout:
         command = f"exec tail -n +1 {'-F' if follow else ''} {shlex.quote(guest.log)}"
         services.backend_of(machine.backend).run_remote(machine.handle, command, stream=True)
         return
-    tail = compose.log_of(services, machine, guest, sink=_to_stdout, follow=follow)
+    tail = compose.log_of(services, machine, guest, sink=sink, follow=follow)
     gaps = 0
     while True:
         try:

@@ -8,6 +8,8 @@ machines behind. Stdout carries the result, so there a failure is told, but as a
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from paceline.core.errors import PacelineError, PreflightError
@@ -60,6 +62,20 @@ class _Output(_Stream):
         raise PreflightError(
             f"cannot write to standard output: {exc.strerror}; send it where there is room"
         ) from exc
+
+
+@contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """Send what this process and those that it starts write to stdout to stderr instead."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def guard_streams() -> None:

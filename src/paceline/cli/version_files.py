@@ -80,7 +80,8 @@ def diff(  # noqa: PLR0913 - one parameter per option
 @click.argument("first", type=_EXISTING)
 @click.argument("second", type=_EXISTING)
 @click.argument("result", type=_FOLDER)
-def compose(*, first: Path, second: Path, result: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compose(*, first: Path, second: Path, result: Path, as_json: bool) -> None:
     """Write the delta RESULT that equals version folders FIRST and then SECOND."""
     from paceline.refit import inspection
 
@@ -91,7 +92,10 @@ def compose(*, first: Path, second: Path, result: Path) -> None:
     sizes = [
         sum(len(data) for data in inspection.read_version(f)[1].values()) for f in (first, second)
     ]
-    click.echo(f"{sum(map(len, both[1].values()))} bytes instead of {sum(sizes)}")
+    num_bytes = sum(map(len, both[1].values()))
+    found = {"result": str(result), "num_bytes": num_bytes, "num_bytes_apart": sum(sizes)}
+    text = f"{num_bytes} bytes instead of {sum(sizes)}"
+    click.echo(json.dumps(found) if as_json else text)
 
 
 @click.command()

@@ -11,6 +11,7 @@ is compared with its manifest, file by file, before it appears under its name.
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ FETCHING = ".fetching"
 _CHUNK = 8 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What became of checkpoints that were to be sent, and of older ones there; by key."""
+
+    sent: Sequence[str]
+    skipped: Sequence[str]
+    """There already, older than what is kept, or still being written."""
+    pruned: Sequence[str]
+
+
 class CheckpointStore:
     """The checkpoints of one slot of a run, at one URL."""
 
@@ -52,11 +63,10 @@ class CheckpointStore:
         """Return every committed checkpoint by its key."""
         return {key: one for key, (one, _) in self._manifests().items()}
 
-    def push(self, found: Sequence[Checkpoint], *, base: Path, keep: int) -> list[str]:
+    def push(self, found: Sequence[Checkpoint], *, base: Path, keep: int) -> Pushed:
         """Send what is new of ``found``, files below ``base``, the newest first; then prune.
 
-        Returns the keys that were committed. One whose files change meanwhile is left for the
-        next time.
+        One whose files change meanwhile is left for the next time.
         """
         kept = self.kept()
         sent: list[str] = []
@@ -67,8 +77,8 @@ class CheckpointStore:
                 with self._asking("commit a checkpoint"):
                     obstore.put(self._store, self._commit(_key(one)), manifest)
                 sent.append(_key(one))
-        self._prune(keep=keep)
-        return sent
+        skipped = [_key(one) for one in found if _key(one) not in sent]
+        return Pushed(sent=sent, skipped=skipped, pruned=self._prune(keep=keep))
 
     def fetch_newest(self, into: Path) -> list[str]:
         """Put what a role goes on from below ``into`` and return the keys.
@@ -125,14 +135,16 @@ class CheckpointStore:
                 return None
         return digests
 
-    def _prune(self, *, keep: int) -> None:
+    def _prune(self, *, keep: int) -> list[str]:
         kept = self.kept()
-        for key in plan_prune(kept, keep=keep):
+        old = plan_prune(kept, keep=keep)
+        for key in old:
             with self._asking("prune old checkpoints"):
                 obstore.delete(self._store, self._commit(key))
                 obstore.delete(
                     self._store, [self._data(key, file.path) for file in kept[key].files]
                 )
+        return old
 
     def _fetch(self, key: str, one: Checkpoint, digests: Mapping[str, str], into: Path) -> None:
         fetching, ready = into / FETCHING / key, into / resume_path(one)

@@ -18,7 +18,7 @@ from typing import IO
 from paceline.rental.errors import InstanceNotFoundError, RemoteCommandError
 from paceline.rental.remote.channel import Channel
 from paceline.rental.remote.rules import Copy, Rule, is_excluded
-from paceline.rental.remote.tree import copy_tree
+from paceline.rental.remote.tree import copy_tree, walk
 from paceline.rental.remote.trouble import Trouble, lacks_program, shorten, trouble_of
 
 _NO_HOME = 91
@@ -70,7 +70,7 @@ class TarTransfer:
         directories = self._list(there, "-type d")
         others = self._list(there, "! -type d")
         doomed, doomed_directories = plan_deletion(
-            dict(_walk(src, rules)), others=others, directories=directories, rules=rules
+            dict(walk(src, rules)), others=others, directories=directories, rules=rules
         )
         for paths, command in ((doomed, "rm -f --"), (doomed_directories, "rmdir -- 2>/dev/null")):
             if paths:
@@ -189,17 +189,6 @@ def _is_spared(rules: Sequence[Rule], path: str, *, is_dir: bool = False) -> boo
     return is_excluded(rules, path, is_dir=is_dir) or any(
         is_excluded(rules, ancestor, is_dir=True) for ancestor in above
     )
-
-
-def _walk(src: Path, rules: Sequence[Rule], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield every path below ``src`` that is to be copied, and whether it is a directory."""
-    for entry in os.scandir(src):
-        path = prefix + entry.name
-        is_dir = entry.is_dir(follow_symlinks=False)
-        if not is_excluded(rules, path, is_dir=is_dir):
-            yield path, is_dir
-            if is_dir:
-                yield from _walk(Path(entry.path), rules, f"{path}/")
 
 
 def _pack(src: Path, rules: Sequence[Rule], out: IO[bytes]) -> None:

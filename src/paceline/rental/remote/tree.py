@@ -4,11 +4,49 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.rental.remote.rules import Rule, compile_rules, is_excluded
+from paceline.rental.remote.rules import Copy, Rule, compile_rules, is_excluded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileState:
+    """What tells whether a file is still the same."""
+
+    num_bytes: int
+    inode: int
+    changed_ns: int
+
+
+def states_of(path: Path, copy: Copy) -> dict[str, FileState]:
+    """Return the files that a copy of ``path`` speaks of; none where there is no such path."""
+    rules = copy.rules()
+    names = [""] if path.is_file() else []
+    with suppress(OSError):  # what cannot be looked into was not copied either
+        if path.is_dir():
+            names += (name for name, is_dir in walk(path, rules) if not is_dir)
+    found: dict[str, FileState] = {}
+    for name in names:
+        try:
+            one = (path / name).lstat()
+        except FileNotFoundError:
+            continue  # it went away while we looked
+        found[name] = FileState(num_bytes=one.st_size, inode=one.st_ino, changed_ns=one.st_ctime_ns)
+    return found
+
+
+def walk(src: Path, rules: Sequence[Rule], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield every path below ``src`` that is to be copied, and whether it is a directory."""
+    for entry in os.scandir(src):
+        path = prefix + entry.name
+        is_dir = entry.is_dir(follow_symlinks=False)
+        if not is_excluded(rules, path, is_dir=is_dir):
+            yield path, is_dir
+            if is_dir:
+                yield from walk(Path(entry.path), rules, f"{path}/")
 
 
 def copy_tree(
