@@ -56,6 +56,16 @@ def assert_json(operator: Operator) -> None:
     assert (told["copied"], told["num_files"]) == (False, 1)
 
 
+def assert_whole(operator: Operator, pulled: str) -> None:
+    """No line of the log is lost or doubled, whoever shows it."""
+    num_lines = pulled.count("\n")
+    assert pulled == "".join(f"line {i}\n" for i in range(num_lines - 1)) + "last\n"
+    assert operator.type("logs", "in")[1] == pulled, "a switch's log is no role's"
+    lines = [json.loads(line) for line in operator.type("logs", "in", "--json")[1].splitlines()]
+    assert "".join(f"{line['text']}\n" for line in lines) == pulled
+    assert lines[1] == {"role": "task", "index": 0, "offset": 7, "text": "line 1"}
+
+
 def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) -> None:
     """A log is read live by another terminal, also over lost connections and without a driver."""
     operator.job(f"name: in\nroles:\n  task: {{backend: ssh, gpu: cpu-1x, run: '{COUNT}'}}\n")
@@ -87,12 +97,7 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     assert follower.returncode == 0, err
     pulled = (operator.home / "out" / "logs" / "task-0.log").read_text()
     assert followed == pulled
-    num_lines = pulled.count("\n")
-    assert pulled == "".join(f"line {i}\n" for i in range(num_lines - 1)) + "last\n"
-    assert operator.type("logs", "in")[1] == pulled, "a switch's log is no role's"
-    lines = [json.loads(line) for line in operator.type("logs", "in", "--json")[1].splitlines()]
-    assert "".join(f"{line['text']}\n" for line in lines) == pulled
-    assert lines[1] == {"role": "task", "index": 0, "offset": 7, "text": "line 1"}
+    assert_whole(operator, pulled)
     assert "has no machine now" in operator.type("exec", "in", "true")[2]
     assert operator.type_json("ssh-config")[1]["names"] == []
     assert operator.type("ssh-config", "remove")[0] == 0
