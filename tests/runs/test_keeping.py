@@ -64,7 +64,7 @@ class Pair:
         assert sh(trainer, keeping.key_command(f"r/{keeping.PEERS}")) == 0
         self.key = trainer / "r" / keeping.PEERS / keeping.KEY
         (self.door / "admit").mkdir(parents=True)
-        (self.door / "door.sh").write_text(keeping.DOOR)
+        (self.door / "door.sh").write_text(keeping.DOOR_SCRIPT)
         (self.door / "admit" / "keep.sh").write_text(keeping.admit_script(every_s=0.2))
         line = keeping.admission(self.plan, self.key.with_name("key.pub").read_text())
         (self.door / "admit" / f"line-{TRAINER}").write_text(line)

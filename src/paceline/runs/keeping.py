@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.address import LOOPBACK
+from paceline.rental.remote.admitted import (
+    DOOR,
+    LABEL_PREFIX,
+    RESTRICTED,
+    SWEEP,
+    command_option,
+)
 from paceline.rental.remote.protocol import SshTarget
 from paceline.runs.model import Slot
 
@@ -38,17 +45,18 @@ class Keeping:
     @property
     def door(self) -> str:
         """Where the script that holds a connection is, from the rollout's login directory."""
-        return f"{self.target.home}/{self.run_id}/{PEERS}/door.sh"
+        return f"{self.target.home}/{self.run_id}/{PEERS}/{DOOR}"
 
 
 def admission(keeping: Keeping, public_key: str) -> str:
     """Return the line of authorized_keys, with @DIR@ for the absolute folder of the door."""
     kind, blob = public_key.split()[:2]
-    options = ["restrict", "port-forwarding"]
+    options = [RESTRICTED]
     options += [f'permitopen="{LOOPBACK}:{port}"' for port in keeping.rollout_ports]
     options += [f'permitlisten="{LOOPBACK}:{port + SHIFT}"' for port in keeping.trainer_ports]
-    options += [f'command="sh @DIR@/door.sh {keeping.trainer}"']
-    return f"{','.join(options)} {kind} {blob} paceline-{keeping.run_id}-{keeping.trainer}\n"
+    options += [command_option("@DIR@", str(keeping.trainer))]
+    name = f"{LABEL_PREFIX}{keeping.run_id}-{keeping.trainer}"
+    return f"{','.join(options)} {kind} {blob} {name}\n"
 
 
 def keep_script(keeping: Keeping) -> str:
@@ -89,7 +97,7 @@ def keep_script(keeping: Keeping) -> str:
 
 def admit_script(*, every_s: float = ADMIT_EVERY_S) -> str:
     """Return what the rollout runs to keep the line there, and take it away at the end."""
-    return _ADMIT.replace("@NAP@", f"{every_s:g}")
+    return _fill(_ADMIT, {"@NAP@": f"{every_s:g}", "@SWEEP@": SWEEP})
 
 
 def start_command(folder: str) -> str:
@@ -158,7 +166,7 @@ done
 
 # The parent of the shell that sshd starts is the sshd of that connection. One that died unheard
 # still holds its ports, and is ended before the next connection asks for them.
-DOOR = """#!/bin/sh
+DOOR_SCRIPT = """#!/bin/sh
 # Written by paceline: all that a trainer of the run may start here.
 cd "$(dirname "$0")" || exit 1
 held="held-$1"
@@ -188,18 +196,18 @@ cd "$(dirname "$0")" || exit 1
 umask 077
 file="$HOME/.ssh/authorized_keys"
 here=$(cd .. && pwd)
+@SWEEP@
 lines() { for one in line-*; do [ -f "$one" ] && sed "s|@DIR@|$here|" "$one"; done; }
 leave() {
   kill $! 2>/dev/null
-  lines > lines
-  grep -vxF -f lines "$file" > kept
-  cat kept > "$file"
+  lines | without "$file"
   exit 0
 }
 trap leave TERM INT
 trap '' HUP
 mkdir -p "$HOME/.ssh"
 touch "$file"
+sweep "$file"
 admit() {
   lines | while read -r line; do
     grep -qxF -- "$line" "$file" && continue

@@ -15,6 +15,7 @@ from paceline.core.address import LOOPBACK, is_loopback, join_address, split_add
 from paceline.core.errors import PacelineError
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.records import Machine
+from paceline.rental.remote.admitted import DOOR
 from paceline.rental.remote.protocol import Access, SshTarget
 from paceline.runs import keeping
 from paceline.runs.beacon import hear_command, knock_command, raise_command, strike_command
@@ -193,7 +194,7 @@ class Shortcuts:
     def _admit(self, rollout: Spot, plan: keeping.Keeping, public_key: str) -> None:
         folder = self._guest(rollout).path(keeping.PEERS)
         files = {
-            "door.sh": keeping.DOOR,
+            DOOR: keeping.DOOR_SCRIPT,
             "admit/keep.sh": keeping.admit_script(),
             f"admit/line-{plan.trainer}": keeping.admission(plan, public_key),
         }

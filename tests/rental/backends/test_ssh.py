@@ -195,6 +195,27 @@ def test_teardown_touches_nothing_else(
     assert "gone already" in caplog.text
 
 
+def test_a_machine_leaves_nobody_let_in(machine: FakeMachine, tmp_path: Path) -> None:
+    """Whoever kept a line in authorized_keys was killed by force: it goes with the machine.
+
+    What somebody was killed in the middle of goes when the host is taken again.
+    """
+    ann = Operator(machine, tmp_path / "ann", host_of(machine))
+    h = ann.take("paceline-ann")
+    door = machine.home / ".paceline" / "machines" / h.instance_id / "workspace" / "run" / "peers"
+    line = f'restrict,port-forwarding,command="sh {door}/door.sh t-0" ssh-ed25519 B paceline-run-t'
+    keys = machine.home / ".ssh" / "authorized_keys"
+    keys.parent.mkdir()
+    door.mkdir(parents=True)
+    (door / "door.sh").write_text("")
+    keys.write_text(f"ssh-ed25519 A me\n{line}-0\n")
+    ann.backend.teardown(h, force=True)
+    assert keys.read_text() == "ssh-ed25519 A me\n"
+    keys.write_text(f"{line}-1\nssh-ed25519 A me\n")
+    ann.backend.teardown(ann.take("paceline-ann"))
+    assert keys.read_text() == "ssh-ed25519 A me\n"
+
+
 def test_a_teardown_that_was_killed_half_way_is_done_again(
     machine: FakeMachine, tmp_path: Path
 ) -> None:

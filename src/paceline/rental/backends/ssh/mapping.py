@@ -20,6 +20,7 @@ from paceline.rental.model import (
     Offer,
     OfferConstraints,
 )
+from paceline.rental.remote.admitted import SWEEP
 
 BACKEND = "ssh"
 TAKEN = 10
@@ -31,6 +32,8 @@ _INSTANCE_ID = re.compile(r"([a-z0-9][a-z0-9-]{0,39})\.([0-9a-f]{8})")
 _FACT = re.compile(r"^([a-z_]+)=(.*)$", re.MULTILINE)
 _LOCK_CHARS_MAX = 3000
 _ASSUMED_MBPS = 1000.0
+_SWEEP = f'{SWEEP}sweep .ssh/authorized_keys || :\n'
+"""A run that was killed half-way may have let another of its machines in here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,7 @@ mkdir -p "$mine/workspace" "$mine/jobs" || {{ rm -f "$lock"; exit 1; }}
 for other in {shlex.quote(directory.rstrip("/"))}/machines/*; do
   [ "$other" = "$mine" ] || rm -rf -- "$other"
 done
-"""
+{_SWEEP}"""
 
 
 def close_script(*, directory: str, instance_id: str) -> str:
@@ -174,6 +177,7 @@ def release_script(*, directory: str, lock_path: str, lock_text: str, instance_i
     path = shlex.quote(lock_path)
     return (
         f"chmod -R u+rwX {mine} 2>/dev/null; rm -rf -- {mine} || exit 1; "
+        f"{_SWEEP}"
         f'if [ "$(readlink {path})" = {shlex.quote(lock_text)} ]; then rm -f -- {path}; fi'
     )
 
