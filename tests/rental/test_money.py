@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.rental.budget import (
-    Caps,
+    Budget,
     Level,
     PlannedRole,
     affordable_s,
@@ -55,7 +55,7 @@ def machine(  # noqa: PLR0913 - what tests vary
     )
 
 
-CAPS = Caps(soft_usd=5.0, hard_usd=8.0)
+CAPS = Budget(soft_usd=5.0, hard_usd=8.0)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from paceline.rental import (
     Offer,
     OfferConstraints,
 )
+from paceline.rental.budget import Budget
 from paceline.rental.orchestrator import Orchestrator
-from paceline.runs.model import Budget, JobSpec, RoleKind, RoleSpec
+from paceline.runs.model import JobSpec, RoleKind, RoleSpec
 from paceline.runs.offers import patient_rows, plan_rows, total_dph, waves, worst_of
 from paceline.store.memory import MemoryStore
 from paceline.testing.clock import FakeClock

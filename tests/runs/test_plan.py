@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ExitStatus
 from paceline.rental import DeathCause
-from paceline.runs.model import Budget, Outcome, RestartMode, RoleKind, Slot
+from paceline.rental.budget import Budget
+from paceline.runs.model import Outcome, RestartMode, RoleKind, Slot
 from paceline.runs.plan import (
     DELAY_S_MAX,
     FAST_EXITS_MAX,

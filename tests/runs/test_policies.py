@@ -10,11 +10,12 @@ import pytest
 
 from paceline.core.errors import ExitStatus
 from paceline.rental import BackendAdapter, DeathCause, InstanceHandle, RemoteCommandError
+from paceline.rental.budget import Budget
 from paceline.runs.bootstrap import Guest
 from paceline.runs.fleet import Fleet
 from paceline.runs.journal import Journal
 from paceline.runs.live import read_live
-from paceline.runs.model import ArtifactSpec, Budget, Outcome, RestartMode, Slot
+from paceline.runs.model import ArtifactSpec, Outcome, RestartMode, Slot
 from paceline.runs.plan import FAST_EXITS_MAX
 from paceline.runs.pulling import Puller, PullParts
 from paceline.runs.run import Limits

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from paceline.core.errors import ExitStatus
-from paceline.rental.budget import Caps, Level, Spending
+from paceline.rental.budget import Budget, Level, Spending
 from paceline.rental.model import InstanceHandle
 from paceline.rental.orchestrator import Tick
 from paceline.rental.records import Finding, FindingKind
@@ -35,7 +35,7 @@ class Provider:
         self.gate = threading.Event()
         self.gate.set()
 
-    def tick(self, run_id: str, caps: Caps | None) -> Tick:
+    def tick(self, run_id: str, caps: Budget | None) -> Tick:
         """Return the next answer."""
         self.num_looks += 1
         assert self.gate.wait(20)

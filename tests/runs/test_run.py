@@ -25,14 +25,14 @@ from paceline.rental import (
     RemoteCommandError,
     SshUnreachableError,
 )
-from paceline.rental.budget import Level, Spending
+from paceline.rental.budget import Budget, Level, Spending
 from paceline.rental.death import Death
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.orchestrator import RentRequest
 from paceline.rental.records import Machine, RentedOffer
 from paceline.runs.fleet import Fleet, FleetParts
 from paceline.runs.journal import Journal
-from paceline.runs.model import Budget, JobSpec, Outcome, RestartMode, RoleKind, RoleSpec
+from paceline.runs.model import JobSpec, Outcome, RestartMode, RoleKind, RoleSpec
 from paceline.runs.outcome import RunResult
 from paceline.runs.plan import SlotView
 from paceline.runs.queries import RunView

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import UsageError
+from paceline.rental.budget import Budget
 from paceline.runs.document import BYTES_MAX
-from paceline.runs.model import Budget, JobSpec, NotifySpec, RestartMode, RoleKind
+from paceline.runs.model import JobSpec, NotifySpec, RestartMode, RoleKind
 from paceline.runs.sections import Surroundings, duration_s
 from paceline.runs.spec import SpecError, load_job, parse_job
 

@@ -13,13 +13,15 @@ BOOT_S_MIN: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
+class Budget:
     """US dollars that a run may cost."""
 
     soft_usd: float
     """Warn from here on."""
     hard_usd: float
-    """Not more than this."""
+    """Not more than this: everything is torn down before."""
+    grace_s: float = 120.0
+    """How long before the hard cap the end of a run begins, so that artifacts can be pulled."""
 
 
 class Level(StrEnum):
@@ -72,7 +74,7 @@ class AtWorst:
     """Until all machines run, if each takes as long as it may, at those prices."""
 
 
-def assess(machines: Iterable[Machine], *, now_s: float, caps: Caps | None) -> Spending:
+def assess(machines: Iterable[Machine], *, now_s: float, caps: Budget | None) -> Spending:
     """Return what the machines of a run cost; whatever is not proven gone is taken to bill."""
     known = list(machines)
     spent = sum(machine.cost_usd(now_s=now_s) for machine in known)
@@ -128,7 +130,7 @@ def worst_case(roles: Iterable[PlannedRole]) -> AtWorst:
     )
 
 
-def refuse_plan(roles: Sequence[PlannedRole], caps: Caps | None) -> str | None:
+def refuse_plan(roles: Sequence[PlannedRole], caps: Budget | None) -> str | None:
     """Return why a plan cannot be begun: an hour of it, or its start, is beyond the hard cap."""
     if caps is None:
         return None

@@ -13,7 +13,7 @@ from threading import Lock
 
 from paceline.core.clock import Clock
 from paceline.rental.backends.protocol import BackendAdapter
-from paceline.rental.budget import Caps, Spending, assess
+from paceline.rental.budget import Budget, Spending, assess
 from paceline.rental.costs import Billed, By, CostRow, cost_rows
 from paceline.rental.death import Death
 from paceline.rental.drivers.billing import billed
@@ -162,7 +162,7 @@ class Orchestrator:
             run_id=run_id, backends=backends, without=self._renter.in_flight
         )
 
-    def tick(self, run_id: str, caps: Caps | None) -> Tick:
+    def tick(self, run_id: str, caps: Budget | None) -> Tick:
         """Return how a run that is driven here stands; call it as often as you like.
 
         Costs one read of the record, and every RECONCILE_EVERY_S a call per machine.
@@ -176,7 +176,7 @@ class Orchestrator:
         findings = self.reconcile(run_id=run_id) if is_due else ()
         return Tick(spending=self.spending(run_id, caps), findings=findings)
 
-    def spending(self, run_id: str, caps: Caps | None = None) -> Spending:
+    def spending(self, run_id: str, caps: Budget | None = None) -> Spending:
         """Return what a run has cost, what it burns, and how far its caps are."""
         machines = self._parts.ledger.machines(run_id)
         return assess(machines, now_s=self._parts.clock.time(), caps=caps)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from paceline.rental.budget import Budget
+
 FREE_BACKENDS = frozenset({"local", "local-docker", "ssh"})
 """Backends that cost nothing; every other one needs a budget."""
 
@@ -49,18 +51,6 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"
     ABANDONED = "abandoned"
     """Whoever drove it is gone; its machines were ended later by somebody else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """US dollars that a run may cost."""
-
-    soft_usd: float
-    """Warn from here on."""
-    hard_usd: float
-    """Tear everything down before it is spent."""
-    grace_s: float = 120.0
-    """How long before the hard cap the end begins, so that artifacts can be pulled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

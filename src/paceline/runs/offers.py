@@ -9,7 +9,7 @@ from typing import Protocol
 from paceline.core.clock import Clock
 from paceline.core.text import told_by
 from paceline.rental import AllRefusedError, BudgetError, NoOffersError, Offer
-from paceline.rental.budget import AtWorst, Caps, PlannedRole, refuse_plan, worst_case
+from paceline.rental.budget import AtWorst, PlannedRole, refuse_plan, worst_case
 from paceline.rental.catalogue import parse_target
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
@@ -89,7 +89,7 @@ def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list
             plans |= zip((role.name for role in wave), pool.map(ask, wave), strict=True)
     taken: set[tuple[str, str]] = set()
     rows = [_row(role, plans[role.name], taken) for role in job.roles]
-    refusal = refuse_plan([row.planned for row in rows], caps_of(job))
+    refusal = refuse_plan([row.planned for row in rows], job.budget)
     if refusal is not None:
         raise BudgetError(refusal)
     return rows
@@ -141,12 +141,6 @@ def patient_rows(
                 raise
             tell(exc, wait_s)
             clock.sleep(wait_s)
-
-
-def caps_of(job: JobSpec) -> Caps | None:
-    """Return the job's budget as the rental half has it."""
-    budget = job.budget
-    return None if budget is None else Caps(soft_usd=budget.soft_usd, hard_usd=budget.hard_usd)
 
 
 def total_dph(rows: Sequence[PlanRow]) -> float:

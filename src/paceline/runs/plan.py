@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paceline.core.errors import ExitStatus
+from paceline.rental.budget import Budget
 from paceline.rental.model import DeathCause
-from paceline.runs.model import Budget, Outcome, RestartMode, RoleKind, Slot
+from paceline.runs.model import Outcome, RestartMode, RoleKind, Slot
 
 FIRST_DELAY_S = 1.0
 DELAY_S_MAX = 30.0

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from paceline.rental.budget import Budget
 from paceline.runs.charts import Series, bar_chart, bytes_text, line_chart
 from paceline.runs.live import slot_json
-from paceline.runs.model import Budget
 from paceline.runs.plan import SlotView
 from paceline.runs.queries import EngineEnd, Installed, RunView, Transfer, WeightState, short_name
 

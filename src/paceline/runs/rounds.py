@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.rental.budget import Caps
+from paceline.rental.budget import Budget
 from paceline.rental.orchestrator import Tick
 from paceline.rental.records import Finding, FindingKind
 
@@ -22,7 +22,7 @@ LOOK_EVERY_S = 60.0
 class Ticking(Protocol):
     """Whoever compares the record with the providers when it is time to."""
 
-    def tick(self, run_id: str, caps: Caps | None) -> Tick:
+    def tick(self, run_id: str, caps: Budget | None) -> Tick:
         """Return what was found. Blocks for as long as providers take to answer."""
         ...
 

@@ -17,13 +17,13 @@ from pydantic import (
 )
 
 from paceline.core.errors import UsageError
+from paceline.rental.budget import Budget
 from paceline.rental.catalogue import SELLERS, boards_sold, parse_target
 from paceline.runs import sections
 from paceline.runs.document import BYTES_MAX, Document, Problem, shown
 from paceline.runs.model import (
     FREE_BACKENDS,
     ArtifactSpec,
-    Budget,
     DeadManSpec,
     JobSpec,
     NotifySpec,

@@ -21,10 +21,10 @@ from paceline.rental import (
     Offer,
     SshUnreachableError,
 )
-from paceline.rental.budget import Caps, Level
+from paceline.rental.budget import Budget, Level
 from paceline.rental.orchestrator import RECONCILE_EVERY_S, Orchestrator, RentRequest
 from paceline.rental.records import Machine
-from paceline.runs.model import Budget, RestartMode, RoleKind, Slot
+from paceline.runs.model import RestartMode, RoleKind, Slot
 from paceline.runs.plan import Finish, Observation, Phase, Postpone, Retire, SlotView, Start, decide
 from paceline.testing.fakes.backend import FakeInstance
 from paceline.testing.scheduler import Countdown, Scheduler
@@ -75,7 +75,7 @@ class Simulation:
         self._store = SimStore(clock=self._clock)
         self._store.countdown = self._countdown
         self._backends = {name: self._backend(name) for name in ("north", "south", "west")}
-        self._caps = Caps(soft_usd=3.0, hard_usd=self._rng.choice((2.0, 6.0, 40.0)))
+        self._caps = Budget(soft_usd=3.0, hard_usd=self._rng.choice((2.0, 6.0, 40.0)))
         self._num_nonces = 0
         self._num_crashes = 0
         self._num_deaths = 0
@@ -288,7 +288,7 @@ class Simulation:
         return self._rng
 
     @property
-    def caps(self) -> Caps:
+    def caps(self) -> Budget:
         """What the run may cost."""
         return self._caps
 
@@ -436,7 +436,7 @@ class _Life:
             signal="SIGTERM" if clock.monotonic() > until_s or self._failure else None,
             spent_usd=spending.spent_usd,
             burn_dph=spending.burn_dph,
-            budget=Budget(soft_usd=caps.soft_usd, hard_usd=caps.hard_usd),
+            budget=caps,
         )
         for action in decide(seen):
             match action:

@@ -12,7 +12,7 @@ from threading import Lock
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.core.retry import RetryPolicy
 from paceline.rental.backends.protocol import BackendAdapter, SupportsPorts, SupportsSpot
-from paceline.rental.budget import Caps, affordable_s, assess, refuse_attempt
+from paceline.rental.budget import Budget, affordable_s, assess, refuse_attempt
 from paceline.rental.drivers.ending import Ender
 from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import POLL_S, RentalParts
@@ -367,7 +367,7 @@ class Renter:
             now=assess(
                 self._parts.ledger.machines(request.run_id),
                 now_s=self._parts.clock.time(),
-                caps=Caps(soft_usd=request.hard_usd, hard_usd=request.hard_usd),
+                caps=Budget(soft_usd=request.hard_usd, hard_usd=request.hard_usd),
             ),
         )
         if refusal is not None:

@@ -32,7 +32,7 @@ _INSTANCE_ID = re.compile(r"([a-z0-9][a-z0-9-]{0,39})\.([0-9a-f]{8})")
 _FACT = re.compile(r"^([a-z_]+)=(.*)$", re.MULTILINE)
 _LOCK_CHARS_MAX = 3000
 _ASSUMED_MBPS = 1000.0
-_SWEEP = f'{SWEEP}sweep .ssh/authorized_keys || :\n'
+_SWEEP = f"{SWEEP}sweep .ssh/authorized_keys || :\n"
 """A run that was killed half-way may have let another of its machines in here."""
 
 
