@@ -84,6 +84,17 @@ def test_a_wrong_word_is_a_usage_error(
     assert said in capsys.readouterr().err
 
 
+def test_a_command_can_be_planned_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --dry-run nothing is made, not even a folder for the run."""
+    argv = ["run", "--backend", "local", "--gpu", "cpu-1x", "--dry-run", "--json", "--", "true"]
+    assert run(argv) == ExitStatus.OK
+    assert json.loads(capsys.readouterr().out)["dph"] == 0.0
+    assert run(["ls", "--json"]) == ExitStatus.OK
+    assert json.loads(capsys.readouterr().out) == []
+    assert run(["cost", "--json"]) == ExitStatus.OK
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+
+
 def test_check_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     """One backend that works is enough, unless that one was named which does not."""
     assert run(["check", "--backend", "local,ssh", "--json"]) == ExitStatus.PREFLIGHT

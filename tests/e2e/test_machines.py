@@ -111,6 +111,8 @@ def test_a_second_driver_is_refused_while_the_first_lives(operator: Operator) ->
     operator.wait_for(operator.sleeping)
     status, _, err = operator.type("up", "--resume", "two")
     assert (status, f"process {first.pid}" in err) == (10, True)
+    told = operator.type_json("down", "two", "--dry-run")[1]
+    assert (told["ended"], [one["role"] for one in told["machines"]]) == (False, ["task"])
     assert operator.sleeping()
     assert [operator.type("down", "two")[0] for _ in range(2)] == [0, 0]
     first.communicate(timeout=30)

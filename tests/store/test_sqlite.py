@@ -189,6 +189,15 @@ def test_something_else_at_the_path_is_refused_and_left_alone(path: Path) -> Non
         open_store(foreign)
 
 
+def test_an_empty_file_is_a_record_that_was_lost(path: Path) -> None:
+    """We never leave one, so what was in it is gone: that is said, not taken for a fresh start."""
+    path.parent.mkdir()
+    path.touch()
+    with pytest.raises(StoreError, match=r"is empty: what was on record is lost.*paceline gc"):
+        open_store(path)
+    assert path.read_bytes() == b""
+
+
 def test_damage_is_reported_as_damage(path: Path) -> None:
     """Overwritten pages raise StoreError that says to keep the file, not nonsense records."""
     store = open_store(path)

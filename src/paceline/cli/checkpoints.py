@@ -10,6 +10,7 @@ import click
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.core.text import printable
 from paceline.runs import compose
+from paceline.runs.charts import bytes_text
 from paceline.runs.pulling import CHECKPOINTS
 from paceline.runs.shelf import Shelf, listed_here
 
@@ -30,7 +31,7 @@ def ls(*, run_id: str, as_json: bool) -> None:
     """List the checkpoints of RUN that were pulled here while it lasted."""
     with compose.open_services() as services:
         out = Path(services.ledger.get(run_id).out)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "slot": folder.name,
             "checkpoint": key,
@@ -45,7 +46,8 @@ def ls(*, run_id: str, as_json: bool) -> None:
         click.echo(json.dumps(rows))
         return
     for row in rows:
-        click.echo(printable(f"{row['slot']}  {row['num_bytes']:>12}  {row['path']}"))
+        size = bytes_text(int(row["num_bytes"]))
+        click.echo(printable(f"{row['slot']}  {size:>10}  {row['path']}"))
     if not rows:
         click.echo("no checkpoints")
 

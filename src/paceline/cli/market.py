@@ -171,7 +171,7 @@ def _show(found: tuple[Offer, ...], *, limit: int) -> None:
 def _told(row: dict[str, object]) -> str:
     word = "ok" if row["is_valid"] else "no"
     money = row["balance_usd"]
-    facts = [row["found_in"] or "no credentials found", row["account"]]
+    facts = [row["found_in"], row["account"]]
     facts += [f"balance {money:.2f} USD"] if isinstance(money, float | int) else []
     facts += [_one_line(str(row["advice"]))]
     return f"{row['backend']!s:<14} {word:<3} {'; '.join(str(fact) for fact in facts if fact)}"

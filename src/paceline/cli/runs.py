@@ -92,7 +92,8 @@ def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
         return
     for key, value in found.items():
         if key not in {"machines", "links", "summary", "live"} and value is not None:
-            click.echo(printable(f"{key:<12} {value}"))
+            told = f"{value:.4f}" if isinstance(value, float) else value
+            click.echo(printable(f"{key:<12} {told}"))
     if found["live"] is not None:
         _table(found["live"]["roles"], ROLE_COLUMNS, "no roles")
     columns = ("role", "index", "backend", "state", "dph", "label")
@@ -103,10 +104,16 @@ def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run_id", metavar="RUN")
+@click.option("--dry-run", is_flag=True, help="Say what would be ended, and stop.")
 @_json_option
-def down(*, run_id: str, as_json: bool) -> None:
+def down(*, run_id: str, dry_run: bool, as_json: bool) -> None:
     """End RUN and all its machines; returns when they have been seen gone."""
     with compose.open_services() as services:
+        if dry_run:
+            services.ledger.get(run_id)
+            rows = [_machine_json(machine) for machine in services.rental.machines(run_id)]
+            _show_doomed(run_id, rows, as_json=as_json)
+            return
         proofs = end_run(services, run_id, clock=services.clock)
     if as_json:
         found = {"run_id": run_id, "ended": True, "proofs": [asdict(proof) for proof in proofs]}
@@ -114,6 +121,13 @@ def down(*, run_id: str, as_json: bool) -> None:
         return
     _tell_proofs(proofs)
     click.echo(f"{run_id} is over and its machines are gone")
+
+
+def _show_doomed(run_id: str, rows: list[dict[str, object]], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"run_id": run_id, "ended": False, "machines": rows}))
+    else:
+        _table(rows, ("role", "index", "backend", "state", "dph", "label"), "no machines")
 
 
 @click.command()

@@ -114,6 +114,7 @@ def attach(*, run_id: str, as_json: bool) -> int:
 @click.option("--setup", help="Command to run before.")
 @click.option("--budget-usd", type=float, help="Hard cap; needed where machines cost money.")
 @click.option("--yes", is_flag=True, help="Rent without a question.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
 @click.option("--run-id", help="Name of this run; otherwise one is made.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for logs and the report.")
@@ -128,6 +129,7 @@ def run(  # noqa: PLR0913 - one parameter per option
     setup: str | None,
     budget_usd: float | None,
     yes: bool,
+    dry_run: bool,
     as_json: bool,
     run_id: str | None,
     out: Path | None,
@@ -148,6 +150,9 @@ def run(  # noqa: PLR0913 - one parameter per option
     spec, source = compose.job_of_command(role, budget_usd=budget_usd)
     with compose.open_services() as services:
         _say_who_is_asked(spec)
+        if dry_run:
+            _show_plan(_planned(services, spec, retry_for_s=None), as_json=as_json)
+            return ExitStatus.OK
         _clean_up(services, spec)
         _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
         order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)

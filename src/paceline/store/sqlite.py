@@ -159,6 +159,11 @@ def _ensure_file(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         _create_file(path)
+    elif path.is_file() and path.stat().st_size == 0:  # never made so by us
+        raise StoreError(
+            f"store {path} is empty: what was on record is lost, and machines may still run. Move "
+            "the file away, then look at every provider with `paceline gc`"
+        )
     if path.stat().st_mode & 0o077:
         path.chmod(0o600)
 
