@@ -14,6 +14,8 @@ from click.testing import CliRunner
 
 from paceline.cli.main import VERBS, cli, explain, run
 from paceline.core.errors import ExitStatus, PreflightError
+from paceline.runs import compose
+from paceline.runs.ledger import RunRecord
 from paceline.system import environ
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +148,21 @@ def test_completion_scripts(shell: str) -> None:
     result = CliRunner().invoke(cli, ["completion", shell])
     assert result.exit_code == 0
     assert "_PACELINE_COMPLETE" in result.output
+
+
+def test_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever types a verb and TAB is offered the runs there are; a broken record offers none."""
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+    with compose.open_services() as services:
+        for run_id in ("night-1", "night-2", "day-1"):
+            record = RunRecord(run_id=run_id, name="x", created_at_ms=0, pid=1, out="out")
+            services.ledger.create(record)
+    words = {"_PACELINE_COMPLETE": "bash_complete", "COMP_WORDS": "paceline down n"}
+    done = CliRunner().invoke(cli, env={**words, "COMP_CWORD": "2"}, prog_name="paceline")
+    assert done.output.split() == ["plain,night-1", "plain,night-2"]
+    (tmp_path / "paceline.sqlite").write_bytes(b"")
+    done = CliRunner().invoke(cli, env={**words, "COMP_CWORD": "2"}, prog_name="paceline")
+    assert done.output.split() == []
 
 
 def test_backends_are_listed() -> None:

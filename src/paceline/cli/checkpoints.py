@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.completion import run_ids
 from paceline.core.registry import LazyEntry, load_entry
 from paceline.core.text import printable
 from paceline.runs import compose
@@ -25,7 +26,7 @@ def checkpoints() -> None:
 
 
 @checkpoints.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @_json_option
 def ls(*, run_id: str, as_json: bool) -> None:
     """List the checkpoints of RUN that were pulled here while it lasted."""

@@ -8,6 +8,7 @@ from typing import TextIO
 
 import click
 
+from paceline.cli.completion import run_ids
 from paceline.core.errors import UsageError
 from paceline.core.text import printable
 from paceline.runs import compose
@@ -19,7 +20,7 @@ LINE_MAX = 64 * 1024
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @click.option("-f", "--follow", is_flag=True, help="Go on while somebody drives the run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(*, run_id: str, follow: bool, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.completion import run_ids
 from paceline.core.errors import UsageError
 from paceline.core.text import printable
 from paceline.rental.failover import Block, FailureKind, Scope
@@ -86,7 +87,7 @@ def hosts_forget(*, backend: str | None, host: str | None, is_all: bool, as_json
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @_json_option
 def why(*, run_id: str, as_json: bool) -> None:
     """Show the plan from which each machine of RUN was taken, and what was passed over."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import click
 
+from paceline.cli.completion import run_ids
 from paceline.cli.lines import JsonLines
 from paceline.cli.streams import ReaderGoneError, output_to_stderr
 from paceline.core.errors import ExitStatus, PreflightError, UsageError
@@ -47,7 +48,7 @@ def _which_machine(command: _Command) -> _Command:
     for add in (
         click.option("--index", default=0, show_default=True, help="Which of the role's machines."),
         click.option("--role", help="Which role; may be left away when there is one."),
-        click.argument("run_id", metavar="RUN"),
+        click.argument("run_id", metavar="RUN", shell_complete=run_ids),
     ):
         command = add(command)
     return command

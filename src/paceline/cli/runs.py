@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.completion import run_ids
 from paceline.core.errors import UsageError
 from paceline.core.text import printable
 from paceline.rental import NotProvenGoneError, backend_names
@@ -59,7 +60,7 @@ def ls(*, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @click.option("--watch", is_flag=True, help="Show it again and again while somebody drives it.")
 @_json_option
 def status(*, run_id: str, watch: bool, as_json: bool) -> None:
@@ -103,7 +104,7 @@ def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @click.option("--dry-run", is_flag=True, help="Say what would be ended, and stop.")
 @_json_option
 def down(*, run_id: str, dry_run: bool, as_json: bool) -> None:
@@ -203,7 +204,7 @@ def _tell_proofs(proofs: Sequence[Proof]) -> None:
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN", required=False)
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids, required=False)
 @click.option("--by", type=click.Choice([by.value for by in By]), help="Add up over this.")
 @click.option("--actual", is_flag=True, help="Also ask the providers what they have billed.")
 @_json_option

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.completion import run_ids
 from paceline.cli.progress import is_interactive, watcher_for
 from paceline.cli.streams import ReaderGoneError
 from paceline.core.errors import ExitStatus, PreflightError, UsageError
@@ -95,7 +96,7 @@ def up(  # noqa: PLR0913 - one parameter per option
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@click.argument("run_id", metavar="RUN", shell_complete=run_ids)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object last.")
 def attach(*, run_id: str, as_json: bool) -> int:
     """Take up RUN, whose driver is gone, and drive it to its end, as `up --resume RUN`."""
