@@ -133,10 +133,12 @@ def test_between_processes(ends: tuple[Process, Process], request: pytest.Fixtur
     """Bytes arrive, again after other memory came and went; gone is gone; death is an error."""
     source, sink = ends
     first = sink.tell()
-    assert first["sha256"] == expected()
-    assert first["moved_by_core"] == (0 if "tcp" in request.node.callspec.id else SIZE)
+    assert first.get("sha256") == expected(), first
     source.tell("other")
-    assert sink.tell()["sha256"] == expected()
+    again = sink.tell()  # they are connected by now
+    assert again.get("sha256") == expected(), again
+    if "shared memory" in request.node.callspec.id:
+        assert again["moved_by_core"] == SIZE
     source.tell("withdraw")
     assert "not served there any more" in str(sink.tell()["error"])
     source.end()
