@@ -5,7 +5,6 @@ whole fetch, into a file, which has no limit of its own: it measures the system'
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from bars import Bar, at_least, best_of_rounds
 
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.receiver.fetch import Fetcher, FetchParts
-from paceline.refit.receiver.pieces import Piece, pieces_of
-from paceline.refit.receiver.prover import Prover
+from paceline.refit.receiver.pieces import Target, pieces_of
+from paceline.refit.receiver.prover import Proofs, Prover
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
 from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
@@ -46,13 +45,14 @@ def measure(num_bytes: int) -> list[Bar]:
             )
             for piece in pieces
         ]
+        targets = [(piece, part.target) for piece, part in zip(pieces, parts, strict=True)]
         plan = reader.plan_read(endpoint, parts, timeout_s=60)
         plan.run(Terms(timeout_s=60))  # connections are made on first use
         raw = agent.prepare("serves", [region_of(target.data)], [Region(address, size)])
         ways: dict[str, Callable[[], object]] = {
             "raw": lambda: _read_raw(agent, raw),
             "ours": lambda: plan.run(Terms(timeout_s=60)),
-            "proven": lambda: _read_proven(plan, parts, pieces),
+            "proven": lambda: _read_proven(plan, targets),
             "fetched": lambda: _fetch(reader, endpoint, manifest),
         }
         best = best_of_rounds(ways, _ROUNDS)
@@ -82,17 +82,13 @@ def _read_raw(agent: NixlAgent, read: object) -> None:
         done = agent.poll(read)
 
 
-def _read_proven(plan: ReadPlan, parts: Sequence[Part], pieces: Sequence[Piece]) -> None:
-    checks: list[Future[None]] = []
+def _read_proven(plan: ReadPlan, targets: Sequence[Target]) -> None:
     with Prover(1) as prover:
-
-        def on_part(index: int) -> None:
-            checks.append(prover.submit(pieces[index].check, parts[index].target))
-
-        plan.run(Terms(timeout_s=60, on_part=on_part))
-        for check in checks:
-            check.result()
-    assert len(checks) == len(pieces)
+        proofs = Proofs(prover, targets)
+        plan.run(Terms(timeout_s=60, on_bytes=proofs.on_bytes, on_part=proofs.on_part))
+        for found in proofs.found.values():
+            found.result()
+    assert len(proofs.found) == len(targets)
 
 
 def _fetch(reader: NixlObjectReader, endpoint: str, manifest: Manifest) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
@@ -13,8 +12,8 @@ from paceline.refit.errors import (
     TransferCancelledError,
     VerifyError,
 )
-from paceline.refit.receiver.pieces import Piece
-from paceline.refit.receiver.prover import Prover
+from paceline.refit.receiver.pieces import Target
+from paceline.refit.receiver.prover import Proofs, Prover
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -22,8 +21,6 @@ from paceline.refit.transports.protocol import (
     TransferRecord,
     read_parts,
 )
-
-Target = tuple[Piece, memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class Attempt:
         self._endpoint = endpoint
         self._targets = targets
         self._keys = list(targets)
-        self._checks: dict[int, Future[None]] = {}
+        self._proofs = Proofs(tools.prover, list(targets.values()))
         self.problem: FetchError | VerifyError | None = None
         self.no_room: NoRoomError | None = None
         """Why what came could not be kept, which is nobody's fault."""
@@ -57,7 +54,12 @@ class Attempt:
         parts = [
             Part(wanted=piece.wanted, target=target) for piece, target in self._targets.values()
         ]
-        terms = Terms(timeout_s=timeout_s, is_cancelled=is_cancelled, on_part=self._on_part)
+        terms = Terms(
+            timeout_s=timeout_s,
+            is_cancelled=is_cancelled,
+            on_bytes=self._proofs.on_bytes,
+            on_part=self._on_part,
+        )
         try:
             record = read_parts(self._tools.reader, self._endpoint, parts, terms)
         except (FetchError, TransferCancelledError) as exc:
@@ -66,7 +68,9 @@ class Attempt:
             record = TransferRecord(
                 transport=self._tools.reader.transport,
                 source=self._endpoint,
-                num_bytes=sum(self._targets[key][0].wanted.size for key in self._checks),
+                num_bytes=sum(
+                    self._targets[self._keys[index]][0].wanted.size for index in self._proofs.found
+                ),
                 seconds=self._tools.clock.monotonic() - started,
                 problem=str(exc),
             )
@@ -81,9 +85,9 @@ class Attempt:
     def good(self) -> Sequence[int]:
         """The pieces that arrived and are proven by now."""
         return [
-            key
-            for key, check in list(self._checks.items())
-            if check.done() and check.exception() is None
+            self._keys[index]
+            for index, found in list(self._proofs.found.items())
+            if found.done() and found.exception() is None
         ]
 
     @property
@@ -93,21 +97,19 @@ class Attempt:
         return [key for key in self._keys if key not in good]
 
     def _on_part(self, index: int) -> None:
-        key = self._keys[index]
-        piece, target = self._targets[key]
-        self._checks[key] = self._tools.prover.submit(piece.check, target)
+        self._proofs.on_part(index)
         self.last_at = self._tools.clock.monotonic()
 
     def _settle(self) -> None:
         """Wait for the proofs, and blame the source for a piece that is not what it should be."""
-        for key, check in self._checks.items():
+        for index, found in self._proofs.found.items():
             try:
-                check.result()
+                found.result()
             except VerifyError as exc:
                 self.problem = LyingSourceError(
                     f"{self._endpoint} is to be avoided: {exc}",
                     source=self._endpoint,
-                    wanted=self._targets[key][0].wanted,
+                    wanted=self._targets[self._keys[index]][0].wanted,
                 )
             except NoRoomError as exc:
                 self.no_room = exc

@@ -21,8 +21,8 @@ from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.manifest.signature import Trust, parse_signed
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import ObjectRange, Replica, Shard
-from paceline.refit.receiver.attempt import Attempt, Target, Tools
-from paceline.refit.receiver.pieces import Piece, chunk_pieces, pieces_of, windows_of
+from paceline.refit.receiver.attempt import Attempt, Tools
+from paceline.refit.receiver.pieces import Piece, Target, chunk_pieces, pieces_of, windows_of
 from paceline.refit.receiver.prover import Prover
 from paceline.refit.receiver.spool import Spool, Spooled
 from paceline.refit.receiver.spread import Order, Spread
@@ -277,7 +277,7 @@ def _targets(
         if room is None:
             found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
         else:
-            found[index] = (replace(piece, check=partial(_prove_and_keep, piece, data)), room)
+            found[index] = (replace(piece, keep=partial(data.write, wanted.offset)), room)
     return found
 
 
@@ -301,12 +301,6 @@ def _rooms(
             continue
         yield piece, window[at : at + size]
         at += size
-
-
-def _prove_and_keep(piece: Piece, kept: Spooled, data: memoryview) -> None:
-    """Prove a piece and put it in its place. Raises VerifyError, NoRoomError."""
-    piece.check(data)
-    kept.write(piece.wanted.offset, data)
 
 
 def _one_of(problems: Sequence[FetchError | VerifyError]) -> FetchError | VerifyError:

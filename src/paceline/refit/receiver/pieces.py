@@ -3,12 +3,26 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from paceline.refit.digest import content_digest
+import xxhash
+
 from paceline.refit.errors import VerifyError
 from paceline.refit.manifest.payload import verify_chunk
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Segment
 from paceline.refit.model import ObjectRange, TensorEntry
+
+
+class Proof(Protocol):
+    """The bytes of one piece, hashed as they come."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take the next bytes, in their order."""
+        ...
+
+    def finish(self) -> None:
+        """Raise VerifyError for other bytes than the piece has."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,6 +32,15 @@ class Piece:
     wanted: ObjectRange
     check: Callable[[memoryview], None]
     """Raises VerifyError for other bytes."""
+    begin: Callable[[], Proof] | None = None
+    """Proves the same little by little; None where the hash is so slow that it belongs elsewhere
+    than between two reads."""
+    keep: Callable[[memoryview], None] | None = None
+    """Puts proven bytes where they wait; None leaves them where they are. Raises NoRoomError."""
+
+
+Target = tuple[Piece, memoryview]
+"""A piece, and where its bytes arrive."""
 
 
 def pieces_of(manifest: Manifest, *, by_content: bool) -> Iterator[Piece]:
@@ -78,14 +101,38 @@ def _by_tensor(item: PayloadObject, manifest: Manifest) -> Iterator[Piece]:
 
 def _tensor(segment: Segment, entry: TensorEntry) -> Piece:
     def check(data: memoryview) -> None:
-        found = content_digest(data)
-        if found != entry.digest:
-            raise VerifyError(f"tensor {entry.name!r} has digest {found} instead of {entry.digest}")
+        proof = _TensorProof(entry)
+        proof.update(data)
+        proof.finish()
 
     wanted = ObjectRange(object_id=segment.object_id, offset=segment.offset, size=segment.num_bytes)
-    return Piece(wanted=wanted, check=check)
+    return Piece(wanted=wanted, check=check, begin=partial(_TensorProof, entry))
+
+
+class _TensorProof:
+    """Signs Proof, by the content digest."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+        self._hasher = xxhash.xxh3_128()
+        self.update = self._hasher.update
+
+    def finish(self) -> None:
+        entry, found = self._entry, self._hasher.hexdigest()
+        if found != entry.digest:
+            raise VerifyError(f"tensor {entry.name!r} has digest {found} instead of {entry.digest}")
 
 
 def _between(item: PayloadObject, start: int, stop: int) -> Piece:
     wanted = ObjectRange(object_id=item.object_id, offset=start, size=stop - start)
-    return Piece(wanted=wanted, check=lambda data: None)
+    return Piece(wanted=wanted, check=lambda data: None, begin=_NoProof)
+
+
+class _NoProof:
+    """Signs Proof, for bytes that mean nothing."""
+
+    def update(self, data: memoryview, /) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

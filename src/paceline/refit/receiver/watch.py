@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.refit.errors import FetchError
-from paceline.refit.receiver.attempt import Attempt, Hedge, Target, Tools
+from paceline.refit.receiver.attempt import Attempt, Hedge, Tools
+from paceline.refit.receiver.pieces import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
