@@ -20,10 +20,11 @@ from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError, PublishError
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import ObjectRange, Shard, TensorBuffer, WeightVersionShardManifest
-from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts, spool_of
 from paceline.refit.trainers.protocol import NixlMetadataProvider
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer
+from paceline.refit.transports.nixl import agent as agent_module
 from paceline.refit.transports.nixl.agent import NixlAgent, Region, region_of
 from paceline.refit.transports.nixl.reader import (
     BATCH_BYTES,
@@ -272,9 +273,13 @@ def weights() -> tuple[Manifest, bytes]:
     )
 
 
+@pytest.mark.parametrize("num_kept", [0, 1])
 @pytest.mark.parametrize("trouble", ["none", "lies", "lies in a large one", "gone", "goes"])
-def test_a_receivers_fetch(trouble: str) -> None:
-    """Window after window over NIXL: a source that lies or leaves is made up for by the next."""
+def test_a_receivers_fetch(trouble: str, num_kept: int) -> None:
+    """Window after window over NIXL: a source that lies or leaves is made up for by the next.
+
+    So it is where bytes go at once into the file that the version before was in.
+    """
     manifest, data = weights()
     first, second = server(), server()
     wrong = bytearray(data)
@@ -293,11 +298,15 @@ def test_a_receivers_fetch(trouble: str) -> None:
 
     records: list[TransferRecord] = []
     sink = reader()
+    limits = FetchLimits(window_bytes=30_000)
+    spool = spool_of(limits, system_clock())
+    spool.open(num_kept * len(data)).write(0, memoryview(bytes(num_kept * len(data))))
     parts = FetchParts(
         clock=system_clock(),
-        limits=FetchLimits(window_bytes=30_000),
+        limits=limits,
         on_record=records.append,
         between_reads=between_reads,
+        spool=spool,
     )
     sources = [shard_of(each.endpoint) for each in (first, second)]
     found = Fetcher(sink, parts).fetch_objects(manifest, sources, bytes_max=2**20)
@@ -309,6 +318,47 @@ def test_a_receivers_fetch(trouble: str) -> None:
         assert told == []
     for each in (sink, first, second):
         each.close()
+
+
+def test_a_kept_file_is_read_into_at_once() -> None:
+    """Over NIXL no window is in between once the pages are there."""
+    manifest, data = weights()
+    source, sink = server(), reader()
+    source.serve_object(manifest.objects[0].object_id, [memoryview(data)])
+    fetcher = Fetcher(
+        sink, FetchParts(clock=system_clock(), limits=FetchLimits(window_bytes=30_000))
+    )
+    for windows_used in (True, False):
+        with sink.session(window_bytes=30_000) as session:
+            session.window[:] = bytes(30_000)
+        found = fetcher.fetch_objects(manifest, [shard_of(source.endpoint)], bytes_max=2**20)
+        assert bytes(found[manifest.objects[0].object_id]) == data
+        del found
+        with sink.session(window_bytes=30_000) as session:
+            assert any(session.window) is windows_used
+    for each in (sink, source):
+        each.close()
+
+
+def test_files_are_not_read_into_where_that_would_pin_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hardware that pins what is registered, or refuses files, gets a window as ever."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        page = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE))
+    here = agent("sink")
+    assert here.can_land(page)
+    told = itertools.count()
+    monkeypatch.setattr(agent_module, "pinned_kib", lambda: 4 * next(told))
+    assert not here.can_land(page)
+    monkeypatch.undo()
+
+    def refuse(regions: object) -> None:
+        raise PublishError("NIXL cannot register 4096 bytes")
+
+    monkeypatch.setattr(here, "register", refuse)
+    assert not here.can_land(page)
 
 
 def shard_of(endpoint: str) -> Shard:

@@ -1,15 +1,17 @@
 """Getting a version's bytes: sizes are checked before memory is taken, hashes as bytes arrive.
 
 A payload is fetched window by window, into memory that is used again for the next. Within one,
-every piece is proven, while it is still in the cache, and put where it waits as the next travels.
+every piece is proven, while it is still in the cache, and put where it waits as the next travels;
+where the reader can, it is read there at once.
 A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
 comes out is whole and proven, or an error: nobody sees anything in between. Where receivers serve
 each other, ``spread`` takes the place of the windows.
 """
 
 import hashlib
+import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,12 @@ from paceline.refit.receiver.prover import Prover
 from paceline.refit.receiver.spool import Spool, Spooled
 from paceline.refit.receiver.spread import Order, Spread
 from paceline.refit.receiver.watch import Watch, WatchRules
-from paceline.refit.transports.protocol import ObjectReader, TransferRecord, open_session
+from paceline.refit.transports.protocol import (
+    ObjectReader,
+    SupportsLanding,
+    TransferRecord,
+    open_session,
+)
 
 T = TypeVar("T")
 
@@ -48,6 +55,8 @@ class FetchLimits:
     """Asked for at a time; up to twice this is held in memory."""
     spool_dir: Path | None = None
     """Where payloads above a window wait until they are proven; None is the system's place."""
+    spool_keep_s: float = 600.0
+    """How long a file there is kept for the next payload; 0: it goes with its payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,18 @@ class FetchParts:
     """What the manifest's signature must say; None takes the manifest that is advertised."""
     spread: Spread | None = None
     """The other receivers; None reads from the advertised sources alone."""
+    spool: Spool | None = None
+    """Kept by whoever fetches one version after another; None is a fetcher's own."""
+
+
+def spool_of(limits: FetchLimits, clock: Clock) -> Spool:
+    """Return where payloads wait under these limits; no I/O."""
+    return Spool(
+        memory_bytes_max=limits.window_bytes,
+        clock=clock,
+        directory=limits.spool_dir,
+        keep_s=limits.spool_keep_s,
+    )
 
 
 class Fetcher:
@@ -74,6 +95,7 @@ class Fetcher:
         self._reader = reader
         self._parts = parts
         self._limits = parts.limits
+        self._spool = parts.spool or spool_of(parts.limits, parts.clock)
         self._liars: set[str] = set()
         """Endpoints that are not asked any more."""
         self._manifest_data = b""
@@ -131,7 +153,6 @@ class Fetcher:
         total = sum(item.num_bytes for item in manifest.objects)
         if total > bytes_max:
             raise VerifyError(f"the payload is {total} bytes; at most {bytes_max} can be right")
-        spool = Spool(memory_bytes_max=self._limits.window_bytes, directory=self._limits.spool_dir)
         if self._parts.spread is not None:
             return self._parts.spread.fetch(
                 Order(
@@ -139,15 +160,16 @@ class Fetcher:
                     manifest_data=self._manifest_data,
                     sources=tuple(sources),
                     reader=self._reader,
-                    spool=spool,
+                    spool=self._spool,
                     read_timeout_s=self._limits.read_timeout_s,
                     between_reads=self._parts.between_reads,
                     on_record=self._parts.on_record,
                 )
             )
-        objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
+        objects = {item.object_id: self._spool.open(item.num_bytes) for item in manifest.objects}
         pieces = list(pieces_of(manifest, by_content=self._reader.transport in TRUSTED_TRANSPORTS))
-        for _ in self._fetched(pieces, sources, partial(_targets, objects=objects)):
+        place = partial(_targets, objects=objects, lands=self._lands_in(objects.values()))
+        for _ in self._fetched(pieces, sources, place):
             pass
         return {object_id: data.view.toreadonly() for object_id, data in objects.items()}
 
@@ -174,6 +196,16 @@ class Fetcher:
             for piece, data in targets.values():
                 take(piece.wanted, data)
         return sum(piece.wanted.size for piece in pieces)
+
+    def _lands_in(self, objects: Iterable[Spooled]) -> bool:
+        """Say whether bytes may arrive where they stay."""
+        files = [each for each in objects if each.is_file]
+        reader = self._reader
+        return (
+            bool(files)
+            and isinstance(reader, SupportsLanding)
+            and all(reader.can_land(each.view[: mmap.PAGESIZE]) for each in files)
+        )
 
     def _fetched(
         self,
@@ -268,14 +300,17 @@ def _provers() -> int:
 
 
 def _targets(
-    pieces: Sequence[Piece], window: memoryview, objects: Mapping[str, Spooled]
+    pieces: Sequence[Piece], window: memoryview, objects: Mapping[str, Spooled], *, lands: bool
 ) -> dict[int, Target]:
-    """Give each piece its place in the window; what is larger goes where it stays at once."""
+    """Give each piece its place in the window; what is larger goes where it stays at once.
+
+    If reads can land in files, so does what finds its pages there.
+    """
     found: dict[int, Target] = {}
     for index, (piece, room) in enumerate(_rooms(pieces, window)):
         wanted, data = piece.wanted, objects[piece.wanted.object_id]
-        if room is None:
-            found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
+        if room is None or (lands and data.is_resident(wanted.offset, wanted.size)):
+            found[index] = (piece, data.room(wanted.offset, wanted.size))
         else:
             found[index] = (replace(piece, check=partial(_prove_and_keep, piece, data)), room)
     return found

@@ -286,6 +286,15 @@ class SupportsSessions(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsLanding(Protocol):
+    """A reader whose reads cost least where they go into a mapped file at once."""
+
+    def can_land(self, memory: memoryview) -> bool:
+        """Say whether they may, given a part of one; a reader of several sources may say no."""
+        ...
+
+
 @contextmanager
 def open_session(reader: ObjectReader, *, window_bytes: int) -> Iterator[ReadSession]:
     """Yield the reader's own session, or the reader itself with plain memory."""

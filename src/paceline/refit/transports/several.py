@@ -23,6 +23,7 @@ from paceline.refit.transports.protocol import (
     ReadSession,
     SupportsCheckpoints,
     SupportsCommits,
+    SupportsLanding,
     SupportsReplace,
     SupportsSessions,
     Terms,
@@ -205,6 +206,11 @@ class SeveralReaders:
             )
             found._failed_at = self._failed_at
             yield ReadSession(reader=found, window=inner.window)
+
+    def can_land(self, memory: memoryview) -> bool:
+        """Say whether reads may go into a mapped file, for those that gain by it."""
+        able = [each for each in self._readers.values() if isinstance(each, SupportsLanding)]
+        return bool(able) and all(each.can_land(memory) for each in able)
 
     def close(self) -> None:
         """Close all; idempotent."""

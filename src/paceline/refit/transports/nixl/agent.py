@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,6 +177,22 @@ class NixlAgent:
             for region in regions:
                 self._let_go(region)
 
+    def can_land(self, memory: memoryview) -> bool:
+        """Say whether reads may go into a mapped file, a part of which is given.
+
+        Not where registering pins pages, as hardware does: newer kernels refuse that for files,
+        older ones lose what is written back meanwhile, and pinned memory cannot be given back.
+        """
+        regions = [region_of(memory)]
+        before = pinned_kib()
+        try:
+            self.register(regions)
+        except PublishError:
+            return False
+        is_pinned = pinned_kib() > before
+        self.deregister(regions)
+        return not is_pinned
+
     def metadata_of(self, regions: Sequence[Region]) -> bytes:
         """Return metadata that covers these registered regions and says how to connect."""
         with self._lock, _refusing(PublishError, "reading an agent's metadata"):
@@ -265,6 +282,14 @@ class NixlAgent:
             return
         del self._registered[holder]
         self._nixl.deregister_memory(handle)
+
+
+def pinned_kib() -> int:
+    """Return how much of this process's memory hardware has pinned."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmPin:"):
+            return int(line.split()[1])
+    return 0
 
 
 def region_of(data: memoryview) -> Region:

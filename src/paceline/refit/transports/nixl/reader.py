@@ -107,6 +107,10 @@ class NixlObjectReader:
             with self._lock:
                 self._idle.append((window, region))
 
+    def can_land(self, memory: memoryview) -> bool:
+        """Say whether reads may go into a mapped file."""
+        return self._agent.can_land(memory)
+
     def close(self) -> None:
         """Give the door's connections and the windows back; idempotent."""
         self._door.close()
