@@ -495,7 +495,7 @@ class TestStanding:
 
 def test_an_engine_without_room_serves_on_and_says_what_to_free(small_disk: Path) -> None:
     """Where payloads wait the disk is full: the version before stays, and room lets it follow."""
-    fetch = FetchLimits(window_bytes=1024, spool_dir=small_disk)
+    fetch = FetchLimits(window_bytes=1024, spool_dir=small_disk, spool_keep_s=0)
     world = World(limits=InstallLimits(fetch=fetch))
     world.publish(0)
     world.settle()

@@ -20,7 +20,7 @@ from paceline.core.retry import RetryPolicy
 from paceline.refit.errors import FetchError, PublishError
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import ObjectRange, Shard, TensorBuffer, WeightVersionShardManifest
-from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts, spool_of
 from paceline.refit.trainers.protocol import NixlMetadataProvider
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer
@@ -287,9 +287,13 @@ def weights() -> tuple[Manifest, bytes]:
     )
 
 
+@pytest.mark.parametrize("num_kept", [0, 1])
 @pytest.mark.parametrize("trouble", ["none", "lies", "lies in a large one", "gone", "goes"])
-def test_a_receivers_fetch(trouble: str) -> None:
-    """Window after window over NIXL: a source that lies or leaves is made up for by the next."""
+def test_a_receivers_fetch(trouble: str, num_kept: int) -> None:
+    """Window after window over NIXL: a source that lies or leaves is made up for by the next.
+
+    So it is where bytes go into the file that the version before was in.
+    """
     manifest, data = weights()
     first, second = server(), server()
     wrong = bytearray(data)
@@ -308,11 +312,15 @@ def test_a_receivers_fetch(trouble: str) -> None:
 
     records: list[TransferRecord] = []
     sink = reader()
+    limits = FetchLimits(window_bytes=30_000)
+    spool = spool_of(limits, system_clock())
+    spool.open(num_kept * len(data)).write(0, memoryview(bytes(num_kept * len(data))))
     parts = FetchParts(
         clock=system_clock(),
-        limits=FetchLimits(window_bytes=30_000),
+        limits=limits,
         on_record=records.append,
         between_reads=between_reads,
+        spool=spool,
     )
     sources = [shard_of(each.endpoint) for each in (first, second)]
     found = Fetcher(sink, parts).fetch_objects(manifest, sources, bytes_max=2**20)

@@ -48,6 +48,8 @@ class FetchLimits:
     """Asked for at a time; up to twice this is held in memory."""
     spool_dir: Path | None = None
     """Where payloads above a window wait until they are proven; None is the system's place."""
+    spool_keep_s: float = 600.0
+    """How long a file there is kept for the next payload; 0: it goes with its payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,18 @@ class FetchParts:
     """What the manifest's signature must say; None takes the manifest that is advertised."""
     spread: Spread | None = None
     """The other receivers; None reads from the advertised sources alone."""
+    spool: Spool | None = None
+    """Kept by whoever fetches one version after another; None is a fetcher's own."""
+
+
+def spool_of(limits: FetchLimits, clock: Clock) -> Spool:
+    """Return where payloads wait under these limits; no I/O."""
+    return Spool(
+        memory_bytes_max=limits.window_bytes,
+        clock=clock,
+        directory=limits.spool_dir,
+        keep_s=limits.spool_keep_s,
+    )
 
 
 class Fetcher:
@@ -74,6 +88,7 @@ class Fetcher:
         self._reader = reader
         self._parts = parts
         self._limits = parts.limits
+        self._spool = parts.spool or spool_of(parts.limits, parts.clock)
         self._liars: set[str] = set()
         """Endpoints that are not asked any more."""
         self._manifest_data = b""
@@ -131,7 +146,6 @@ class Fetcher:
         total = sum(item.num_bytes for item in manifest.objects)
         if total > bytes_max:
             raise VerifyError(f"the payload is {total} bytes; at most {bytes_max} can be right")
-        spool = Spool(memory_bytes_max=self._limits.window_bytes, directory=self._limits.spool_dir)
         if self._parts.spread is not None:
             return self._parts.spread.fetch(
                 Order(
@@ -139,13 +153,13 @@ class Fetcher:
                     manifest_data=self._manifest_data,
                     sources=tuple(sources),
                     reader=self._reader,
-                    spool=spool,
+                    spool=self._spool,
                     read_timeout_s=self._limits.read_timeout_s,
                     between_reads=self._parts.between_reads,
                     on_record=self._parts.on_record,
                 )
             )
-        objects = {item.object_id: spool.open(item.num_bytes) for item in manifest.objects}
+        objects = {item.object_id: self._spool.open(item.num_bytes) for item in manifest.objects}
         pieces = list(pieces_of(manifest, by_content=self._reader.transport in TRUSTED_TRANSPORTS))
         for _ in self._fetched(pieces, sources, partial(_targets, objects=objects)):
             pass
@@ -275,7 +289,7 @@ def _targets(
     for index, (piece, room) in enumerate(_rooms(pieces, window)):
         wanted, data = piece.wanted, objects[piece.wanted.object_id]
         if room is None:
-            found[index] = (piece, data.view[wanted.offset : wanted.offset + wanted.size])
+            found[index] = (piece, data.room(wanted.offset, wanted.size))
         else:
             found[index] = (replace(piece, keep=partial(data.write, wanted.offset)), room)
     return found

@@ -29,7 +29,7 @@ from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
 from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
-from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
+from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts, spool_of
 from paceline.refit.receiver.gathering import AT_A_TIME_MAX, Turns, fetch_slots
 from paceline.refit.receiver.lease import hold_lease
 from paceline.refit.receiver.shards import (
@@ -139,6 +139,7 @@ class Installer:
         self._limits = limits
         self._prepare = prepare
         self._tools = process_tools()
+        self._spool = spool_of(limits.fetch, clock)
         self._spare = self._spare_set()
         self._loras = loras_of(engine)
         self._since_whole_check = 0
@@ -210,6 +211,7 @@ class Installer:
 
     def keep_only(self, uids: frozenset[str]) -> None:
         """Stop serving versions on that are not among these."""
+        self._spool.trim()
         if self._supply.spread is not None:
             self._supply.spread.keep_only(uids)
 
@@ -316,6 +318,7 @@ class Installer:
                 limits=replace(self._limits.fetch, read_timeout_s=self._limits.read_timeout_s),
                 trust=self._trust_in(version),
                 spread=self._supply.spread,
+                spool=self._spool,
             ),
         )
 
