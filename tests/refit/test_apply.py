@@ -13,6 +13,7 @@ from paceline.refit.apply import (
     FULL,
     Checks,
     StagedInstall,
+    prove_base,
     prove_live,
     stage_install,
     write_install,
@@ -293,6 +294,31 @@ def test_deltas_need_their_base() -> None:
     refused("applies to", payload, live, base=entries_of(new))
     live["a"].data[0] ^= 1
     refused("'a': live bytes are not the base", payload, live, base=base)
+
+
+def test_a_base_is_proven_without_the_payload() -> None:
+    """Once, before: staging then reads the words that change alone, and still ends exactly."""
+    live, new = small(4)
+    payload, base = delta_payload(live, new), entries_of(live)
+
+    def prove(known: dict[str, TensorEntry] | None, **more: Any) -> None:
+        prove_base(payload[0], live={**live, **more}, aliases={}, base=known)
+
+    prove(base)
+    later = replace(FULL, base=False)
+    write_install(staged(payload, live, base=base, checks=later))
+    assert content(live) == content(new)
+    for known, why in (
+        (None, "known base"),
+        (entries_of(new), "applies to"),
+        (base, "not the base"),
+    ):
+        with pytest.raises(VerifyError, match=why):
+            prove(known)
+    with pytest.raises(VerifyError, match="in the engine"):
+        prove(base, z=replace(live["a"], name="z"))
+    live["a"].data[0] ^= 1
+    refused("another base|instead of", payload, live, base=base, checks=later)
 
 
 def test_unchanged_tensors_are_proven_too() -> None:

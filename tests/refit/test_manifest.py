@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.refit.digest import content_digest, root_digest
 from paceline.refit.errors import ParseError, ParseReason, VerifyError
+from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.fit import check_layout
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.payload import (
@@ -278,6 +279,8 @@ def test_objects_prove_their_bytes(data: bytes, chunk_bytes: int, draw: st.DataO
     view = memoryview(data)
     item = describe_object([view[:cut], view[cut:]], chunk_bytes=chunk_bytes)
     assert item == describe_object([view], chunk_bytes=chunk_bytes)
+    threads = process_tools(2)
+    assert item == describe_object([view], chunk_bytes=chunk_bytes, run=threads.run)
     verify_object(item, view)
     bad = bytearray(data)
     bad[draw.draw(st.integers(0, len(data) - 1))] ^= 1

@@ -47,6 +47,8 @@ class Checks:
     payload: bool = True
     """False where the payload's hashes were checked while it was fetched into memory that nobody
     else writes: they are not computed twice."""
+    base: bool = True
+    """False where ``prove_base`` was called, beside the fetch: live memory is not read twice."""
     tools: Tools = REFERENCE
     lora: Lora | None = None
     """What the live tensors are a LoRA of; None: they are a model's own."""
@@ -102,7 +104,9 @@ def stage_install(
     check_layout(manifest, live, aliases, lora=checks.lora)
     entries = {entry.name: entry for entry in manifest.tensors}
     if manifest.payload_format is WeightPayloadFormat.XOR_DELTA:
-        _check_base(manifest, live, base, checks)
+        known = _known_base(manifest, base)
+        if checks.whole and checks.base:
+            _check_base(manifest, live, known, checks.tools)
     _check_objects(manifest, objects, checks)
     writes = []
     room = _KEPT_BYTES
@@ -122,6 +126,25 @@ def stage_install(
         changed_elements=sum(write.changed_elements for write in writes),
         total_elements=sum(_num_elements(buffer) for buffer in live.values()),
     )
+
+
+def prove_base(
+    manifest: Manifest,
+    *,
+    live: Mapping[str, TensorBuffer],
+    aliases: Mapping[str, str],
+    base: Mapping[str, TensorEntry] | None,
+    checks: Checks = FULL,
+) -> None:
+    """Do the part of ``stage_install`` that needs no payload: prove that a delta applies here.
+
+    It reads all of every tensor that changes, and can do so while the payload is on its way.
+
+    Raises:
+        VerifyError: it does not apply.
+    """
+    check_layout(manifest, live, aliases, lora=checks.lora)
+    _check_base(manifest, live, _known_base(manifest, base), checks.tools)
 
 
 def write_install(
@@ -237,13 +260,10 @@ def _check_objects(manifest: Manifest, objects: Mapping[str, memoryview], checks
         check_header(data, manifest.payload_format)
 
 
-def _check_base(
-    manifest: Manifest,
-    live: Mapping[str, TensorBuffer],
-    base: Mapping[str, TensorEntry] | None,
-    checks: Checks,
-) -> None:
-    """Prove that the delta applies here: same base root, same bytes where it changes them."""
+def _known_base(
+    manifest: Manifest, base: Mapping[str, TensorEntry] | None
+) -> Mapping[str, TensorEntry]:
+    """Prove that the delta is one from what live memory is said to be."""
     if base is None:
         raise VerifyError("a delta needs a known base; install a full version first")
     here = root_digest(base.values())
@@ -261,11 +281,21 @@ def _check_base(
         if entry.name not in changed and entry.digest != base[entry.name].digest
     ]
     refuse_names(hole, "said to change, but the delta has no bytes for it")
-    if checks.whole:
-        # ``live`` is what the base's entries are of, dense
-        there = [replace(base[name], region=None) for name in sorted(changed)]
-        moved = _others(live, there, checks.tools)
-        refuse_names(moved, "live bytes are not the base any more; install a full version")
+    return base
+
+
+def _check_base(
+    manifest: Manifest,
+    live: Mapping[str, TensorBuffer],
+    base: Mapping[str, TensorEntry],
+    tools: Tools,
+) -> None:
+    """Prove that live memory is the base where the delta changes it."""
+    changed = {segment.tensor for segment in manifest.segments}
+    # ``live`` is what the base's entries are of, dense
+    there = [replace(base[name], region=None) for name in sorted(changed)]
+    moved = _others(live, there, tools)
+    refuse_names(moved, "live bytes are not the base any more; install a full version")
 
 
 def _stage_tensor(
@@ -328,15 +358,21 @@ def _expect(name: str, found: str, said: str) -> None:
 
 
 def _digest_after(write: TensorWrite, tools: Tools) -> str:
-    """Return the content digest that the steps would give, chunk by chunk on a copy."""
+    """Return the content digest that the steps would give, chunk by chunk on a copy.
+
+    All chunks are copied to one place: memory that is taken anew comes page by page.
+    """
     hasher, kind = xxhash.xxh3_128(), kind_of(write.dtype)
     found = {update.part.start: update.new for update in write.steps or ()}
+    room = np.empty(min(len(write.live), kind.chunk_elements), dtype=write.live.dtype)
     for part in chunks(len(write.live), kind):
         steps = found.get(part.start)
         after = write.live[part]
         if isinstance(steps, Steps):
-            after = after.copy()
-            tools.loops.add(steps, after, kind)
+            copy = room[: len(after)]
+            np.copyto(copy, after)
+            tools.loops.add(steps, copy, kind)
+            after = copy
         hasher.update(after.data)
     return hasher.hexdigest()
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from paceline.core.retry import RetryPolicy
 from paceline.core.waiting import wait_until
+from paceline.refit.apply import prove_base
 from paceline.refit.control.ledger import ControlLedger
 from paceline.refit.errors import ControlUnavailableError, FetchError, UncertainStateError
 from paceline.refit.generators.protocol import EngineState
@@ -38,6 +40,21 @@ from paceline.testing.payloads import delta_payload, full_payload
 from refit.conftest import SMALL_DISK_BYTES
 
 ALIASES = (("head", "embed"),)
+
+
+class WaitingReader(SlowReader):
+    """Gives no byte of an object before something else has happened, once it is told to."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__(MemoryObjectReader(), clock=system_clock(), delay_s=0)
+        self._event = event
+        self.waits = False
+        self.waited: list[bool] = []
+
+    def read_part(self, endpoint: str, part: Part, *, timeout_s: float) -> None:
+        if self.waits:
+            self.waited.append(self._event.wait(20))
+        super().read_part(endpoint, part, timeout_s=timeout_s)
 
 
 def make_states(count: int) -> list[State]:
@@ -392,6 +409,35 @@ def _spoil(engine: FakeGenerator) -> None:
 def _spoil_and_say_so(engine: FakeGenerator) -> None:
     _spoil(engine)
     raise UncertainStateError("half written")
+
+
+def test_the_base_is_proven_while_the_delta_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That needs no byte of it; damage is found by it as ever, and what is in is not touched."""
+    proven = threading.Event()
+
+    def prove(*args: Any, **more: Any) -> None:
+        try:
+            prove_base(*args, **more)
+        finally:
+            proven.set()
+
+    monkeypatch.setattr("paceline.refit.receiver.install.prove_base", prove)
+    world, reader = World(), WaitingReader(proven)
+    engine, receiver = world.join("gen-1", reader)
+    world.publish(0)
+    world.settle(receiver)
+    reader.waits = True
+    world.publish(1, first=1)
+    world.settle(receiver)
+    assert set(reader.waited) == {True}
+    world.assert_serves(1, engine)
+    _spoil(engine)
+    proven.clear()
+    world.publish(2, first=2)
+    receiver.step()
+    (refused,) = world.events("version.refused")
+    assert "'embed': live bytes are not the base any more" in str(refused.fields["reason"])
+    assert engine.installed() is None
 
 
 class TestControlServiceAway:

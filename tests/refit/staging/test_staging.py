@@ -180,6 +180,29 @@ def test_prepared_memory_is_taken_first() -> None:
     assert {arena.index for arena in taken} == {0, 1, 2}
 
 
+def test_memory_is_prepared_for_arenas_that_will_be_used_in_turn() -> None:
+    """As many as are asked for, those in use counted, and no more of the ring than that."""
+    allocated: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        allocated.append(num_bytes)
+        return memoryview(bytearray(num_bytes))
+
+    ring = ArenaRing(capacity=4, clock=FakeClock(), allocate=allocate)
+    ring.take(100)
+    for _ in range(2):
+        ring.prepare(100, in_use=3)
+    assert len(allocated) == 3
+    for _ in range(2):
+        ring.take(100)
+    assert len(allocated) == 3
+    ring.prepare(100, in_use=3)  # none of the three is free
+    assert len(allocated) == 4
+    ring.take(100)
+    ring.prepare(100, in_use=9)
+    assert len(allocated) == 4
+
+
 def test_a_shelf_serves_the_same_bytes_from_elsewhere() -> None:
     """New readers get the copy; the old memory is free once nobody is inside it."""
     shelf, live = ObjectShelf(), bytearray(b"weights")

@@ -11,6 +11,7 @@ import torch
 from paceline.core.registry import load_entry
 from paceline.refit.apply import prove_live, stage_install, write_install
 from paceline.refit.errors import PublishError, StagingError
+from paceline.refit.kernels.registry import warm_loops
 from paceline.refit.manifest.parse import parse_manifest
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import (
@@ -164,6 +165,22 @@ def test_full_then_deltas_reach_a_second_module() -> None:
     assert {segment.tensor for segment in manifest.segments} == {"embed.weight", "scale"}
     assert staged.manifest.tensor_count == 6
     assert staged.manifest.total_bytes < buffers_of(staged).full_bytes / 2
+
+
+def test_what_a_delta_needs_is_ready_before_it() -> None:
+    """Once there is a base: loops for every dtype, and memory for all arenas that take turns."""
+    warm_loops.cache_clear()
+    trainer = trainer_of(Tiny(1))
+    trainer.prepare(payload_format=DELTA)
+    assert warm_loops.cache_info().currsize == 0
+    trainer.commit_staged(stage(trainer, FULL))
+    trainer.prepare(payload_format=FULL)
+    assert warm_loops.cache_info().currsize == 0
+    trainer.prepare(payload_format=DELTA)
+    misses = warm_loops.cache_info().misses
+    assert misses == len({item.sent for item in trainer.sent})
+    trainer.prepare(payload_format=DELTA)
+    assert warm_loops.cache_info().misses == misses
 
 
 def test_anchor_is_the_committed_state_without_a_copy() -> None:

@@ -2,12 +2,17 @@
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 from paceline.refit.errors import ParseError, ParseReason, VerifyError
 from paceline.refit.manifest.v1 import PayloadObject
 from paceline.refit.model import WeightPayloadFormat
+
+RunHashes: TypeAlias = Callable[
+    [Callable[[list[memoryview]], str], Iterable[list[memoryview]]], Iterable[str]
+]
 
 HEADER_BYTES = 64
 ALIGNMENT = 64
@@ -63,12 +68,15 @@ def check_header(data: memoryview, payload_format: WeightPayloadFormat) -> None:
 
 
 def describe_object(
-    parts: Sequence[memoryview], *, chunk_bytes: int | None = None
+    parts: Sequence[memoryview], *, chunk_bytes: int | None = None, run: RunHashes = map
 ) -> PayloadObject:
-    """Hash the concatenation of ``parts`` chunk by chunk, without joining them."""
+    """Hash the concatenation of ``parts`` chunk by chunk, without joining them.
+
+    ``run`` is ``map``, or what shares the chunks among threads.
+    """
     num_bytes = sum(part.nbytes for part in parts)
     chunk_bytes = chunk_bytes or chunk_bytes_for(num_bytes)
-    hashes = tuple(_hash_chunks(parts, chunk_bytes))
+    hashes = tuple(run(_hash_chunk, _cut(parts, chunk_bytes)))
     return PayloadObject(
         object_id=object_id_of(hashes),
         num_bytes=num_bytes,
@@ -102,17 +110,26 @@ def verify_object(item: PayloadObject, data: memoryview) -> None:
         verify_chunk(item, index, data[start:stop])
 
 
-def _hash_chunks(parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[str]:
-    hasher, filled = hashlib.sha256(), 0
+def _cut(parts: Sequence[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """Yield what each chunk is made of."""
+    found: list[memoryview] = []
+    room = chunk_bytes
     for part in parts:
         flat, start = part.cast("B"), 0
         while start < len(flat):
-            piece = flat[start : start + chunk_bytes - filled]
-            hasher.update(piece)
+            piece = flat[start : start + room]
+            found.append(piece)
             start += len(piece)
-            filled += len(piece)
-            if filled == chunk_bytes:
-                yield hasher.hexdigest()
-                hasher, filled = hashlib.sha256(), 0
-    if filled:
-        yield hasher.hexdigest()
+            room -= len(piece)
+            if not room:
+                yield found
+                found, room = [], chunk_bytes
+    if found:
+        yield found
+
+
+def _hash_chunk(pieces: Iterable[memoryview]) -> str:
+    hasher = hashlib.sha256()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()

@@ -36,9 +36,9 @@ class Capturer:
         self._options = options
 
     def prepare(self) -> None:
-        """Have memory ready for the next one."""
+        """Have ready what the next one needs."""
         if isinstance(self._trainer, SupportsCapture):
-            self._trainer.prepare()
+            self._trainer.prepare(payload_format=self._options.wanted)
 
     def capture(self, *, needs_full: Callable[[], bool]) -> object:
         """Keep the weights as they are now; while nothing is free, do as the policy says.

@@ -17,8 +17,8 @@ AT_A_TIME_MAX = 4
 class Turns:
     """Calls between reads, one at a time; once one has raised, all of them do."""
 
-    def __init__(self, between_reads: Callable[[], None]) -> None:
-        """Take what is to be called."""
+    def __init__(self, *between_reads: Callable[[], None]) -> None:
+        """Take what is to be called, one after another."""
         self._between_reads = between_reads
         self._lock = threading.Lock()
         self._is_over = False
@@ -32,7 +32,8 @@ class Turns:
         with self._lock:
             if self._is_over:
                 raise TransferCancelledError("another slot of the version could not be had")
-            self._between_reads()
+            for call in self._between_reads:
+                call()
 
 
 def fetch_slots(

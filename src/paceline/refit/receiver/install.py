@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -11,6 +12,7 @@ from paceline.refit.apply import (
     Checks,
     StagedInstall,
     check_live,
+    prove_base,
     stage_install,
     write_install,
 )
@@ -29,6 +31,7 @@ from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import TensorBuffer, TensorEntry, WeightVersion
 from paceline.refit.parts import FetchedShard, stage_shards
 from paceline.refit.plan import Costs
+from paceline.refit.receiver.beside import Beside
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts, spool_of
 from paceline.refit.receiver.gathering import AT_A_TIME_MAX, Turns, fetch_slots
 from paceline.refit.receiver.lease import hold_lease
@@ -257,25 +260,41 @@ class Installer:
     ) -> tuple[StagedInstall, int]:
         """Fetch and prove; the engine runs on meanwhile and nothing of it is touched."""
         slots = sources_by_slot(version, self._control.list_shards(version.uid))
-        turns = Turns(keep_alive)
-        fetchers = {slot: self._fetcher(version, turns) for slot in slots}
-        manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
-        check_manifests_are_of(manifests, version)
-        whole = whole_manifest(list(manifests.values()))
-        if self._prepare is not None:
-            self._prepare(whole)
-        checks = replace(checks, lora=whole.lora if self._loras is not None else None)
-        live = self._room_for(whole, base)
-        live_bytes = sum(len(buffer.data) for buffer in live.values())
-        shards = fetch_slots(
-            manifests,
-            fetchers,
-            slots,
-            turns=turns,
-            bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
-            at_a_time=AT_A_TIME_MAX if self._supply.spread is None else 1,  # it is one for all
-        )
+        with Beside() as beside:
+            turns = Turns(keep_alive, beside.check)
+            fetchers = {slot: self._fetcher(version, turns) for slot in slots}
+            manifests = {slot: fetchers[slot].fetch_manifest(slots[slot]) for slot in slots}
+            check_manifests_are_of(manifests, version)
+            whole = whole_manifest(list(manifests.values()))
+            if self._prepare is not None:
+                self._prepare(whole)
+            checks = replace(checks, lora=whole.lora if self._loras is not None else None)
+            live = self._room_for(whole, base)
+            live_bytes = sum(len(buffer.data) for buffer in live.values())
+            if checks.whole and len(manifests) == 1 and not whole.is_full:
+                beside.start(self._proof_of_base(whole, live, base, checks))
+                checks = replace(checks, base=False)
+            shards = fetch_slots(
+                manifests,
+                fetchers,
+                slots,
+                turns=turns,
+                bytes_max=2 * live_bytes + PAYLOAD_SLACK_BYTES,
+                at_a_time=AT_A_TIME_MAX if self._supply.spread is None else 1,  # one for all
+            )
+            beside.finish()
         return self._staged(shards, live, base, checks), sum(shard.num_bytes for shard in shards)
+
+    def _proof_of_base(
+        self,
+        manifest: Manifest,
+        live: Mapping[str, TensorBuffer],
+        base: Mapping[str, TensorEntry] | None,
+        checks: Checks,
+    ) -> Callable[[], None]:
+        """Return the work of proving that a delta applies: the link has nothing to do with it."""
+        aliases = self._engine.tensor_aliases()
+        return partial(prove_base, manifest, live=live, aliases=aliases, base=base, checks=checks)
 
     def _room_for(
         self, whole: Manifest, base: Mapping[str, TensorEntry] | None

@@ -15,6 +15,7 @@ from paceline.refit.delta.canonical import (
 )
 from paceline.refit.delta.order import kind_of
 from paceline.refit.digest import root_digest
+from paceline.refit.kernels.registry import process_tools
 from paceline.refit.manifest.payload import describe_object
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Scheme, Segment
 from paceline.refit.model import TensorEntry, WeightPayloadFormat
@@ -54,7 +55,7 @@ def checkpoint_of(
     for index, tensors in enumerate(files):
         name = full_shard_name(index, len(files))
         parts = _parts(views, tensors)
-        item = describe_object(parts)
+        item = describe_object(parts, run=process_tools().run)
         described.append(item)
         staged.append(
             StagedObject(object_id=item.object_id, num_bytes=item.num_bytes, parts=parts, file=name)

@@ -101,21 +101,34 @@ class ArenaRing:
             self._expect_held(arena)
             self._holders[arena.index] -= 1
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, *, in_use: int = 1) -> None:
         """Have one free arena ready, its pages in memory, so that the next ``take`` costs nothing.
 
         The system hands out memory page by page at the first write; who captures should not pay
-        for that. Does nothing when a free arena is ready, or none is free.
+        for that, nor who waits for what was captured. Stops when none is free.
+
+        Args:
+            num_bytes: of an arena.
+            in_use: how many arenas will soon be used in turn; those have memory from now on.
         """
+        for _ in self._memory:
+            index = self._unready(num_bytes, in_use)
+            if index is None:
+                return
+            memory = self._allocate(num_bytes)
+            np.frombuffer(memory, dtype=np.uint8)[:] = 0
+            with self._lock:
+                if self._holders[index] == 0 and not self._has_room(index, num_bytes):
+                    self._memory[index] = memory
+
+    def _unready(self, num_bytes: int, in_use: int) -> int | None:
+        """Return a free arena that wants memory; None if there is none, or enough have it."""
         with self._lock:
             free = [index for index, holders in enumerate(self._holders) if holders == 0]
-            if not free or any(self._has_room(index, num_bytes) for index in free):
-                return
-        memory = self._allocate(num_bytes)
-        np.frombuffer(memory, dtype=np.uint8)[:] = 0
-        with self._lock:
-            if self._holders[free[0]] == 0 and not self._has_room(free[0], num_bytes):
-                self._memory[free[0]] = memory
+            ready = [self._has_room(index, num_bytes) for index in range(len(self._memory))]
+            if any(ready[index] for index in free) and sum(ready) >= in_use:
+                return None
+            return next((index for index in free if not ready[index]), None)
 
     def _try_take(self, num_bytes: int) -> Arena | None:
         with self._lock:

@@ -4,10 +4,11 @@ The price of no copy: from staging to release the optimizer must not step. The h
 ``before_step`` refuses instead of corrupting, and a fingerprint finds out who stepped anyway.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.refit.digest import content_digest
 from paceline.refit.errors import NoFreeArenaError, StagingError
+from paceline.refit.kernels.registry import process_tools
 from paceline.refit.model import TensorBuffer, TensorEntry
 
 
@@ -44,15 +45,16 @@ class InPlaceGuard:
         if self._held is None:
             raise StagingError("nothing is staged in place")
         buffers, _ = self._held
+        digests = _digests(buffers.values())
         self._entries = {
             name: TensorEntry(
                 name=name,
                 dtype=item.dtype,
                 shape=item.shape,
-                digest=content_digest(item.data),
+                digest=digest,
                 num_bytes=len(item.data),
             )
-            for name, item in buffers.items()
+            for (name, item), digest in zip(buffers.items(), digests, strict=True)
         }
         self.verify(by_digest=False)
         return buffers
@@ -81,10 +83,12 @@ class InPlaceGuard:
         moved = [] if self._fingerprint() == self._held[1] else ["the version counters"]
         if by_digest:
             live = self._live()
+            now = _digests([live[name] for name in self._entries])
+            before = self._entries.values()
             moved = [
-                name
-                for name, entry in self._entries.items()
-                if content_digest(live[name].data) != entry.digest
+                entry.name
+                for entry, digest in zip(before, now, strict=True)
+                if digest != entry.digest
             ] or moved
         if moved:
             raise StagingError(
@@ -106,3 +110,8 @@ class InPlaceGuard:
                 f"live weights are being served in place, so {consequence}; release that "
                 "version first, or stage with COPY_TO_HOST"
             )
+
+
+def _digests(buffers: Iterable[TensorBuffer]) -> Sequence[str]:
+    """Hash tensors side by side."""
+    return list(process_tools().run(lambda item: content_digest(item.data), buffers))

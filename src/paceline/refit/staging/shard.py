@@ -184,15 +184,18 @@ def describe_capture(
     ``known`` are tensors of which it is known what they are: they are not read.
     """
     known = known or {}
-    entries, end = [], HEADER_BYTES
+    end = HEADER_BYTES
     arena.data[:HEADER_BYTES] = render_header(WeightPayloadFormat.FULL_TENSOR)
     for item in layout.tensors:
         arena.data[end : item.offset] = bytes(item.offset - end)
         end = item.offset + item.num_bytes
-        entries.append(known.get(item.name) or _entry(item, arena.data[item.offset : end]))
-    return Capture(
-        layout=layout, arena=arena, entries=tuple(entries), root_digest=root_digest(entries)
-    )
+
+    def entry(item: PlacedTensor) -> TensorEntry:
+        data = arena.data[item.offset : item.offset + item.num_bytes]
+        return known.get(item.name) or _entry(item, data)
+
+    entries = tuple(process_tools().run(entry, layout.tensors))
+    return Capture(layout=layout, arena=arena, entries=entries, root_digest=root_digest(entries))
 
 
 def full_shard(capture: Capture) -> StagedBuffers:
@@ -243,7 +246,7 @@ def delta_shard(
             found.append((item, end, encoded))
             parts.append(memoryview(bytes(encoded.data)))
             end += len(encoded.data)
-    described = describe_object(parts)
+    described = describe_object(parts, run=tools.run)
     segments = tuple(
         Segment(
             tensor=item.name,
@@ -264,7 +267,7 @@ def _full(
     parts: Sequence[memoryview],
     offsets: Sequence[int],
 ) -> StagedBuffers:
-    described = describe_object(parts)
+    described = describe_object(parts, run=process_tools().run)
     segments = tuple(
         Segment(
             tensor=item.name,

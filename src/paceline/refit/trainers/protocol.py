@@ -146,8 +146,8 @@ class SupportsCapture(Protocol):
     come in the order of the captures. ``stage_shard`` is both parts, one after the other.
     """
 
-    def prepare(self) -> None:
-        """Get ready whatever the next capture would otherwise have to wait for."""
+    def prepare(self, *, payload_format: WeightPayloadFormat) -> None:
+        """Get ready whatever the next version of this format would otherwise have to wait for."""
         ...
 
     def capture(

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.core.clock import Clock
 from paceline.refit.delta.choice import LOCAL, Link
 from paceline.refit.errors import StagingError
-from paceline.refit.kernels.registry import PickLoops, loops_on
+from paceline.refit.kernels.registry import PickLoops, loops_on, warm_loops
 from paceline.refit.model import (
     FULL_FORMATS,
     CompletionFence,
@@ -53,6 +53,8 @@ from paceline.refit.transports.protocol import ObjectServer
 log = logging.getLogger(__name__)
 
 DELTA, CHECKPOINT = WeightPayloadFormat.XOR_DELTA, WeightPayloadFormat.FULL_HF_CHECKPOINT
+_DELTA_ARENAS = 3
+"""In use while deltas follow each other: the newest full version, the base, what is captured."""
 IN_PLACE, ON_DEVICE = TrainerStagingMode.IN_PLACE, TrainerStagingMode.COPY_TO_DEVICE
 
 
@@ -214,10 +216,17 @@ class TorchModuleTrainer(TrainerEngineAdapter):
         captured = self.capture(staging_mode=staging_mode, payload_format=payload_format)
         return self.stage_captured(captured, payload_format=payload_format)
 
-    def prepare(self) -> None:
-        """Have memory ready for the next capture."""
-        if self._layout is not None:
-            self._ring.prepare(self._layout.num_bytes)
+    def prepare(self, *, payload_format: WeightPayloadFormat) -> None:
+        """Have memory ready for the next captures and, once there is a base, the loops for a delta.
+
+        Loading those takes longer than finding the changes of a small model.
+        """
+        if self._layout is None:
+            return
+        is_delta = payload_format is DELTA and self._base is not None
+        for dtype in sorted({item.dtype for item in self._layout.tensors} if is_delta else ()):
+            warm_loops(dtype)
+        self._ring.prepare(self._layout.num_bytes, in_use=_DELTA_ARENAS if is_delta else 1)
 
     def capture(
         self, *, staging_mode: TrainerStagingMode, payload_format: WeightPayloadFormat
