@@ -64,12 +64,16 @@ class LambdaClient:
         return rows_at(answer, "data")
 
     def terminate(self, instance_id: str) -> None:
-        """Tell a machine to go; what is not seen gone afterwards is not."""
+        """Tell a machine to go, once; what is not seen gone afterwards is not.
+
+        Never repeated blindly: a machine that goes already answers a second order with an error
+        that looks like trouble of the provider's own. Whoever orders looks in between.
+        """
         _path(instance_id)
         self._api.call(
             "POST",
             "/instance-operations/terminate",
-            effect=Effect.REPEATABLE,
+            effect=Effect.ONCE,
             body={"instance_ids": [instance_id]},
         )
 
