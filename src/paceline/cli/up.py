@@ -140,6 +140,8 @@ def run(  # noqa: PLR0913 - one parameter per option
     names = backends or _usable(budget_usd)
     line = command[0] if len(command) == 1 else shlex.join(command)
     role: dict[str, object] = {"backend": list(names), "gpu": gpu, "run": line}
+    # Whoever waits for one command sees how fast it is; measuring would take longer than some do.
+    role |= {"net_floor_mbps": 0}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}
     role |= {"spot": True} if spot else {}

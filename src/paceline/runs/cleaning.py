@@ -24,7 +24,9 @@ def split(names: Iterable[str], alive: Iterable[Machine]) -> tuple[list[str], li
     """
     on_record = {machine.backend for machine in alive}
     known = list(dict.fromkeys(names))
-    return [one for one in known if one in on_record], [one for one in known if one not in on_record]
+    return [one for one in known if one in on_record], [
+        one for one in known if one not in on_record
+    ]
 
 
 class CleanUp:

@@ -256,7 +256,9 @@ def _listed(
     return found
 
 
-def _shared(backend: BackendAdapter, since_s: float, *, clock: Clock) -> list[InstanceHandle] | None:
+def _shared(
+    backend: BackendAdapter, since_s: float, *, clock: Clock
+) -> list[InstanceHandle] | None:
     """Return a listing that was read for another purpose, where one is soon; None otherwise."""
     if not isinstance(backend, SupportsListedSince):
         return None

@@ -80,10 +80,8 @@ class LambdaBackend:
         mapping.parse_offer_id(offer_id)
         blob = mapping.key_blob(creation.read_public_key(ssh_pubkey_path))
         key_name, num_mended = self._key_name(blob)
-        created_at = self._clock.time()
-        body = partial(
-            mapping.launch_body, offer_id, image=image, label=label, now_s=created_at
-        )
+        created_at = round(self._clock.time(), 3)
+        body = partial(mapping.launch_body, offer_id, image=image, label=label, now_s=created_at)
 
         def call() -> InstanceHandle:
             try:
