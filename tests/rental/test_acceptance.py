@@ -194,7 +194,7 @@ def cloud(tmp_path: Path, key_pair: Path) -> Iterator[tuple[FakeCloud, Rent]]:
                 clock=clock,
                 nonce=lambda: f"{next(nonces):04x}",
                 notify=lambda _name, _fields: None,
-                accept=GpuAcceptance(clock=clock, **options),
+                accept=GpuAcceptance(clock=clock, net_timeout_s=60, **options),
             )
 
         yield fake, make

@@ -82,7 +82,7 @@ def test_a_record_that_was_wrong_is_found_and_its_machine_ended(place: Place) ->
     """A machine that was written off and is listed comes back on record, and goes."""
     label = place.rent("run-1", "north")
     [machine] = place.rental.machines()
-    place.rental._parts.end(machine, MachineState.GONE)  # noqa: SLF001 - a record that is wrong
+    place.rental._parts.end(machine, MachineState.GONE)  # a record that is wrong
     clean, told = cleaning(place, "north")
     clean.begin()
     assert place.bills() == {label}
@@ -96,7 +96,7 @@ def test_what_cannot_be_ended_late_is_said(place: Place) -> None:
     """It stays on record, so the next command looks there first."""
     place.rent("run-1", "north")
     [machine] = place.rental.machines()
-    place.rental._parts.end(machine, MachineState.GONE)  # noqa: SLF001 - a record that is wrong
+    place.rental._parts.end(machine, MachineState.GONE)  # a record that is wrong
     place.north.faults = [Fault.IGNORED_TEARDOWN] * 50
     clean, told = cleaning(place, "north")
     clean.begin()

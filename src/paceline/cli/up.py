@@ -20,8 +20,8 @@ from paceline.rental import NoOffersError, backend_names
 from paceline.rental.compose import check_credentials
 from paceline.runs import compose
 from paceline.runs.adopt import JobSource
-from paceline.runs.cleaning import CleanUp
 from paceline.runs.charts import bytes_text
+from paceline.runs.cleaning import CleanUp
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import FREE_BACKENDS, JobSpec
 from paceline.runs.offers import PlanRow, patient_rows, total_dph, worst_of

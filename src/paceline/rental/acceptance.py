@@ -125,7 +125,7 @@ class Report:
     """Lines of nvidia-smi that describe no GPU."""
     cuda: str = ""
     disk_kb: float | None = None
-    net: netfloor.Seen = netfloor.Seen(mbps=None)
+    net: netfloor.Seen = netfloor.UNSEEN
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -151,7 +151,13 @@ def demand_of(
     )
 
 
-def script(folder: str, *, has_net: bool = False, net_url: str = "") -> str:
+def script(
+    folder: str,
+    *,
+    has_net: bool = False,
+    net_url: str = "",
+    net_timeout_s: int = netfloor.PROBE_TIMEOUT_S,
+) -> str:
     """Return the command that writes the report into ``folder``, a path without odd characters.
 
     With ``has_net`` the network is measured beside the rest, from ``net_url`` where one is given.
@@ -159,7 +165,7 @@ def script(folder: str, *, has_net: bool = False, net_url: str = "") -> str:
     return _SCRIPT.format(
         folder=folder,
         calls=_CUDA_CALLS.strip(),
-        net_begin=netfloor.begin(folder, url=net_url) if has_net else "",
+        net_begin=netfloor.begin(folder, url=net_url, timeout_s=net_timeout_s) if has_net else "",
         net_end=netfloor.end(folder) if has_net else "",
     )
 

@@ -326,7 +326,7 @@ class HttpApi:
         return now_s + wait_s
 
     def _arrived(self, request: _Request, *, at_s: float) -> None:
-        """Keep to the pace as the provider sees it, where it measures the time between two calls."""
+        """Keep to the pace as a provider sees it that measures the time between two calls."""
         bursts = self._dialect.bursts
         lanes = {lane: s for lane, s in self._lanes(request).items() if lane not in bursts}
         self._pacer.arrived(lanes, at_s=at_s, late_s=self._parts.clock.monotonic() - at_s)

@@ -26,6 +26,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.request import Request, urlopen
 
 BEGUN_S, PACKAGES, PIECE = time.monotonic(), ("nvidia-cublas-cu12", "numpy"), 16 << 20
+BUDGET_S = 0.9 * float(sys.argv[1])
 total, first_s, lock = 0, None, threading.Lock()
 
 def end(text):
@@ -33,7 +34,7 @@ def end(text):
     raise SystemExit
 
 def left_s():
-    return max(0.05, 2.7 - (time.monotonic() - BEGUN_S))
+    return max(0.05, BUDGET_S - (time.monotonic() - BEGUN_S))
 
 def index():
     argv = [sys.executable, "-m", "pip", "install", "--help"]
@@ -46,7 +47,8 @@ def wheel(base):
     for name in PACKAGES:
         page = urljoin(base.rstrip("/") + "/", name + "/")
         try:
-            with urlopen(Request(page, headers={"Accept": "text/html"}), timeout=left_s()) as answer:
+            asked = Request(page, headers={"Accept": "text/html"})
+            with urlopen(asked, timeout=left_s()) as answer:
                 text = answer.read(4 << 20).decode("utf-8", "replace")
                 page = answer.geturl()
         except OSError:
@@ -59,8 +61,8 @@ def wheel(base):
 def load(url, place):
     global total, first_s
     try:
-        asked = Request(url, headers={"Range": "bytes=%d-%d" % (place * PIECE, (place + 1) * PIECE - 1)})
-        with urlopen(asked, timeout=left_s()) as answer:
+        span = "bytes=%d-%d" % (place * PIECE, (place + 1) * PIECE - 1)
+        with urlopen(Request(url, headers={"Range": span}), timeout=left_s()) as answer:
             while True:
                 got = len(answer.read(65536))
                 with lock:
@@ -72,14 +74,14 @@ def load(url, place):
         return
 
 try:
-    url = sys.argv[1] if len(sys.argv) > 1 else wheel(index())
+    url = sys.argv[2] if len(sys.argv) > 2 else wheel(index())
     if urlsplit(url).scheme not in ("http", "https"):
         end("net=untested: the index of pip there is none of the web")
     begun_s = time.monotonic()
     threads = [threading.Thread(target=load, args=(url, place), daemon=True) for place in range(4)]
     for thread in threads:
         thread.start()
-    until_s = begun_s + min(1.2, left_s())
+    until_s = begun_s + min(0.45 * BUDGET_S, left_s())
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
     with lock:
@@ -93,7 +95,8 @@ except (OSError, ValueError, subprocess.TimeoutExpired):
 
 _BEGIN: Final = r"""
 if [ -n "$python" ]; then
-  timeout -k 1 {timeout_s} "$python" - {url} >{folder}/net 2>/dev/null <<'PACELINE_NET' &
+  timeout -k 1 {timeout_s} "$python" - {timeout_s} {url} \
+    >{folder}/net 2>/dev/null <<'PACELINE_NET' &
 {probe}
 PACELINE_NET
 else
@@ -118,10 +121,13 @@ class Seen:
         return self.why_not if self.mbps is None else f"{self.mbps:.0f} Mbit/s"
 
 
-def begin(folder: str, *, url: str = "") -> str:
+UNSEEN: Final = Seen(mbps=None, why_not="network not measured")
+
+
+def begin(folder: str, *, url: str = "", timeout_s: int = PROBE_TIMEOUT_S) -> str:
     """Return the lines of a shell script that begin to measure; ``$python`` is set before."""
     quoted = f"'{url}'" if url else ""
-    return _BEGIN.format(folder=folder, url=quoted, probe=_PROBE.strip(), timeout_s=PROBE_TIMEOUT_S)
+    return _BEGIN.format(folder=folder, url=quoted, probe=_PROBE.strip(), timeout_s=timeout_s)
 
 
 def end(folder: str) -> str:
@@ -141,11 +147,14 @@ def seen(bytes_s: float | None, word: str) -> Seen:
 def floor_mbps(offer: Offer, wanted: float | None) -> float:
     """Return what a machine must reach; ``wanted`` None: by what its offer claims. Zero: nothing.
 
-    What a backend itself made up for its offers is no claim.
+    What a backend itself made up for its offers is no claim; what costs nothing is somebody's own,
+    and is not sent back for a slow line.
     """
     if wanted is not None:
         return wanted
-    made_up = offer.raw.get("synthetic", ()) if isinstance(offer.raw, dict) else ()
+    if offer.dph <= 0:
+        return 0.0
+    made_up = offer.raw.get("synthetic", ())
     if "inet_down_mbps" in made_up or offer.inet_down_mbps <= 0:
         return AUTO_MBPS
     return min(AUTO_MBPS_MAX, CLAIM_SHARE * offer.inet_down_mbps)

@@ -98,7 +98,7 @@ def newborn_s(created_at: float, *, clock: Clock) -> float:
     return max(0.0, min(FIRST_LOOK_S, created_at + FIRST_LOOK_S - clock.time()))
 
 
-def wait_gone(
+def wait_gone(  # noqa: PLR0913 - what an end is made of
     status: Callable[[], InstanceStatus],
     *,
     destroy: Callable[[], None],
@@ -112,8 +112,9 @@ def wait_gone(
 
     The order comes first: a look before it would only cost a place in the provider's pace. With
     ``is_going`` it comes second, and not to what that says is on its way out already: some
-    providers refuse to end it twice. ``seen`` is a look so young that it stands for the first. ``destroy`` may raise AbsentError, which alone proves
-    nothing: some providers do not know their newest machines.
+    providers refuse to end it twice. ``seen`` is a look so young that it stands for the first.
+    ``destroy`` may raise AbsentError, which alone proves nothing: some providers do not know
+    their newest machines.
     Return whether there was anything to destroy.
 
     Raises:

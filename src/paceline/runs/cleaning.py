@@ -51,7 +51,7 @@ class CleanUp:
         """
         self._end(self._first)
 
-    def heard(self, event: str) -> None:  # noqa: ARG002 - whatever it is, the order came before it
+    def heard(self, event: str) -> None:
         """Go on with the backends that are left, once: something has become of an order."""
         with self._lock:
             if self._thread is None:

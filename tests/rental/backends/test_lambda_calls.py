@@ -143,7 +143,7 @@ def test_what_goes_already_is_ordered_once_and_then_looked_at(world: World) -> N
     h = world.rent(adapter)
     adapter.wait_running(h, timeout_s=60)
     world.fake.clock.sleep(2.0)
-    world.adapter()._client.terminate(h.instance_id)  # noqa: SLF001 - another process ends it
+    world.adapter()._client.terminate(h.instance_id)
     world.fake.clock.sleep(2.0)
     world.calls()
     adapter.teardown(h)
@@ -183,10 +183,10 @@ def test_a_key_is_mended_once_for_all_threads(world: World) -> None:
     world.fake.ssh_keys.clear()
     adapter = world.adapter()
     blob = " ".join(world.public_key.read_text().split()[:2])
-    name, num_mended = adapter._key_name(blob)  # noqa: SLF001 - what each thread does
+    name, num_mended = adapter._key_name(blob)
     assert num_mended is not None
     world.calls()
-    names = [adapter._mended(blob, name, num_mended=num_mended) for _ in range(3)]  # noqa: SLF001
+    names = [adapter._mended(blob, name, num_mended=num_mended) for _ in range(3)]
     assert names == [name] * 3
     assert world.calls() == [KEYS, ADD_KEY]
 

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from paceline.core.clock import Clock
-from paceline.rental import acceptance
+from paceline.rental import acceptance, netfloor
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
     ConnectionLostError,
@@ -25,7 +25,9 @@ _URL = re.compile(r"https?://[A-Za-z0-9.:/_?=&%+\[\]-]{1,500}")
 class GpuAcceptance:
     """Runs the check on machines with GPUs; one that fails is not what was offered."""
 
-    def __init__(self, *, clock: Clock, net_url: str = "") -> None:
+    def __init__(
+        self, *, clock: Clock, net_url: str = "", net_timeout_s: int = netfloor.PROBE_TIMEOUT_S
+    ) -> None:
         """Take a clock, and where from the network is measured; without, from pip's own index.
 
         Raises ValueError for an address that could be more than one to a shell.
@@ -34,6 +36,7 @@ class GpuAcceptance:
             raise ValueError(f"{net_url!r} is no address to measure the network with")
         self._clock = clock
         self._net_url = net_url
+        self._net_timeout_s = net_timeout_s
 
     def __call__(
         self, backend: BackendAdapter, machine: InstanceHandle, offer: Offer, request: RentRequest
@@ -64,7 +67,9 @@ class GpuAcceptance:
 
     def _ask(self, backend: BackendAdapter, machine: InstanceHandle, *, has_net: bool) -> str:
         """Return the machine's report; a connection that breaks is made again."""
-        command = acceptance.script(_FOLDER, has_net=has_net, net_url=self._net_url)
+        command = acceptance.script(
+            _FOLDER, has_net=has_net, net_url=self._net_url, net_timeout_s=self._net_timeout_s
+        )
         tries = 0
         while True:
             tries += 1

@@ -30,7 +30,10 @@ class Acceptor(Protocol):
     def __call__(
         self, backend: BackendAdapter, machine: InstanceHandle, offer: Offer, request: RentRequest
     ) -> str | None:
-        """Return, once it is what was offered, what was seen of its network. Raises NotAcceptedError if not, or BackendError."""
+        """Return, once it is what was offered, what was seen of its network.
+
+        Raises NotAcceptedError if it is not, or BackendError.
+        """
         ...
 
 
