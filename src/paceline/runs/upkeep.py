@@ -25,8 +25,13 @@ from paceline.core.errors import (
 )
 from paceline.core.text import told_by
 from paceline.core.waiting import wait_until
-from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
-from paceline.rental.backends.protocol import SupportsListedSince
+from paceline.rental import (
+    BackendAdapter,
+    InstanceHandle,
+    MissingKeyError,
+    SupportsListedSince,
+    SupportsListing,
+)
 from paceline.rental.drivers.ending import Proof
 from paceline.rental.market import ask_all
 from paceline.rental.orchestrator import Orchestrator
