@@ -376,7 +376,7 @@ class _Life:
         clock = self._world.clock
         until_s = clock.monotonic() + BOOT_TIMEOUT_S
         while not self.has_heard and not self.is_over and clock.monotonic() < until_s:
-            clock.sleep(1.0)
+            clock.sleep(TICK_S)
         if names:
             found = self._rental.reconcile(backends=names)
             self._world.tell(f"looked at {names} later: {[one.kind.value for one in found]}")
