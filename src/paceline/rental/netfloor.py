@@ -6,8 +6,9 @@ it that GPU machines need. It costs less than three seconds, beside the other ch
 that does not answer is no verdict: the machine may have no way out, and no need of one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from paceline.rental.model import Offer
 
@@ -154,7 +155,8 @@ def floor_mbps(offer: Offer, wanted: float | None) -> float:
         return wanted
     if offer.dph <= 0:
         return 0.0
-    made_up = offer.raw.get("synthetic", ())
+    raw: Mapping[str, Any] = offer.raw
+    made_up = raw.get("synthetic", ())
     if "inet_down_mbps" in made_up or offer.inet_down_mbps <= 0:
         return AUTO_MBPS
     return min(AUTO_MBPS_MAX, CLAIM_SHARE * offer.inet_down_mbps)
