@@ -112,7 +112,7 @@ def cloud(operator: Operator, tmp_path: Path) -> Iterator[FakeCloud]:
     cloud.close()
 
 
-OF_UP = [point for point in POINTS if not point.startswith("update-")]
+OF_UP = [point for point in POINTS if not point.startswith(("update-", "workers-"))]
 """The others are an engine's, and tried in test_serve_killed.py."""
 
 

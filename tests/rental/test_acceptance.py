@@ -60,7 +60,7 @@ end=1
 
 
 def demand(**changes: object) -> Demand:
-    found = demand_of("h100-2x", OFFER, disk_gb=100, net_mbps=500, has_net_url=True)
+    found = demand_of("h100-2x", OFFER, disk_gb=100)
     assert found is not None
     return replace(found, **changes)  # type: ignore[arg-type]
 
@@ -73,7 +73,7 @@ def test_what_was_offered_is_accepted() -> None:
         == (Gpu(name="NVIDIA H100 80GB HBM3", memory_mb=81559.0, driver="570.86.15"),) * 2
     )
     assert objections(report, demand()) == []
-    assert demand_of("cpu-1x", OFFER, disk_gb=1, net_mbps=0, has_net_url=False) is None
+    assert demand_of("cpu-1x", OFFER, disk_gb=1) is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_was_offered_is_accepted() -> None:
         ("disk_kb=100000000", "disk_kb=10000000", "has 10 GB of disk free, 60 GB"),
         ("disk_kb=100000000", "disk_kb=", "unknown amount"),
         ("net_bytes_s=62500000", "net_bytes_s=1250000", "downloads at 10 Mbit/s, 100"),
-        ("net_bytes_s=62500000", "net_bytes_s=", "downloads at 0 Mbit/s"),
+        ("net_bytes_s=62500000", "net_bytes_s=0", "downloads at 0 Mbit/s"),
     ],
 )
 def test_what_is_wrong_is_said(old: str, new: str, objection: str) -> None:
@@ -131,8 +131,8 @@ def test_no_report_breaks_the_parser(text: str) -> None:
 
 def test_addresses_that_a_shell_could_read_otherwise_are_refused() -> None:
     """The address goes into a command line."""
-    assert "curl" in script("f", net_url="http://127.0.0.1:80/x")
-    assert "curl" not in script("f")
+    assert "'http://127.0.0.1:80/x'" in script("f", has_net=True, net_url="http://127.0.0.1:80/x")
+    assert "pip" not in script("f")
     with pytest.raises(ValueError, match="no address"):
         GpuAcceptance(clock=system_clock(), net_url="http://x/'; rm -rf ~")
 
@@ -194,14 +194,16 @@ def cloud(tmp_path: Path, key_pair: Path) -> Iterator[tuple[FakeCloud, Rent]]:
                 clock=clock,
                 nonce=lambda: f"{next(nonces):04x}",
                 notify=lambda _name, _fields: None,
-                accept=GpuAcceptance(clock=clock, **options),
+                accept=GpuAcceptance(clock=clock, net_timeout_s=60, **options),
             )
 
         yield fake, make
     fake.close()
 
 
-def request_for(key_pair: Path, gpu: str = "h100-1x") -> RentRequest:
+def request_for(
+    key_pair: Path, gpu: str = "h100-1x", *, net_floor_mbps: float | None = 0.0
+) -> RentRequest:
     return RentRequest(
         run_id="run-1",
         role="trainer",
@@ -213,6 +215,7 @@ def request_for(key_pair: Path, gpu: str = "h100-1x") -> RentRequest:
         image="",
         ssh_pubkey_path=key_pair.with_name("id_ed25519.pub"),
         boot_timeout_s=60,
+        net_floor_mbps=net_floor_mbps,
     )
 
 
@@ -223,7 +226,8 @@ def test_a_dead_gpu_is_sent_back_and_the_next_machine_is_taken(
     fake, make = cloud
     fake.create_faults = ["dead-gpu"]
     orchestrator = make(net_url=net_url)
-    machine = orchestrator.rent(request_for(key_pair))
+    machine = orchestrator.rent(request_for(key_pair, net_floor_mbps=0.001))
+    assert machine.net.endswith("Mbit/s")
     [rejected, used] = fake.rentals.values()
     assert rejected.ended_at is not None
     assert used.label == machine.label
@@ -248,6 +252,31 @@ def test_less_than_was_offered_is_sent_back(
         make().rent(request_for(key_pair, "rtx4090-2x"))
     assert isinstance(caught.value, NeverReadyError)
     assert fake.billing() == []
+
+
+def test_a_machine_below_the_floor_is_sent_back(
+    cloud: tuple[FakeCloud, Rent], key_pair: Path, net_url: str
+) -> None:
+    """As for every other floor: destroyed, its host passed over, the next one tried."""
+    fake, make = cloud
+    orchestrator = make(net_url=net_url)
+    with pytest.raises(NeverReadyError, match=r"downloads at \d+ Mbit/s, 1000000000 are needed"):
+        orchestrator.rent(request_for(key_pair, net_floor_mbps=1e9))
+    assert fake.billing() == []
+    assert orchestrator.memory.blocks(now_s=fake.clock.time()) != []
+
+
+def test_a_machine_that_cannot_measure_is_taken_and_says_so(
+    cloud: tuple[FakeCloud, Rent], key_pair: Path
+) -> None:
+    """Its pip has no index that answers; the record keeps that nobody knows."""
+    _fake, make = cloud
+    orchestrator = make()
+    machine = orchestrator.rent(request_for(key_pair, net_floor_mbps=None))
+    assert machine.net.startswith("network not measured: ")
+    [kept] = orchestrator.machines("run-1")
+    assert kept.net == machine.net
+    orchestrator.destroy(machine)
 
 
 class Shaky(FakeBackend):

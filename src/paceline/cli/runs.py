@@ -97,7 +97,7 @@ def _show_status(found: dict[str, Any], *, as_json: bool) -> None:
             click.echo(printable(f"{key:<12} {told}"))
     if found["live"] is not None:
         _table(found["live"]["roles"], ROLE_COLUMNS, "no roles")
-    columns = ("role", "index", "backend", "state", "dph", "label")
+    columns = ("role", "index", "backend", "state", "dph", "label", "net")
     _table(found["machines"], columns, "no machines")
     if found["links"]:
         _table(found["links"], ("source", "target", "mode", "why"), "")
@@ -256,6 +256,7 @@ def _machine_json(machine: Machine) -> dict[str, object]:
         "dph": machine.offer.dph,
         "label": machine.label,
         "since": machine.intended_at,
+        "net": machine.net,
     }
 
 

@@ -2,8 +2,8 @@
 
 import json
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from paceline.rental.compose import check_credentials
 from paceline.runs import compose
 from paceline.runs.adopt import JobSource
 from paceline.runs.charts import bytes_text
+from paceline.runs.cleaning import CleanUp
 from paceline.runs.compose import Order, Services
 from paceline.runs.model import FREE_BACKENDS, JobSpec
 from paceline.runs.offers import PlanRow, patient_rows, total_dph, worst_of
 from paceline.runs.outcome import RunResult
-from paceline.runs.upkeep import EndRule, end_left_overs, find_left_overs
 
 NOTE_WIDTH_MAX = 120
 CHECK_TIMEOUT_S = 20.0
@@ -83,16 +83,15 @@ def up(  # noqa: PLR0913 - one parameter per option
     spec, source = compose.read_job(Path(str(job)))
     with compose.open_services() as services:
         _say_who_is_asked(spec)
-        if not dry_run:
-            _clean_up(services, spec)
-        plan = _planned(services, spec, retry_for_s=None if dry_run else retry_until_up)
         if dry_run:
-            _show_plan(plan, as_json=as_json)
+            _show_plan(_planned(services, spec, retry_for_s=None), as_json=as_json)
             return ExitStatus.OK
-        _show_plan(plan, as_json=False)
-        _agree(plan, yes=yes)
-        order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
-        return _execute(services, order, as_json=as_json)
+        with _cleaning_up(services, spec) as heard:
+            plan = _planned(services, spec, retry_for_s=retry_until_up)
+            _show_plan(plan, as_json=False)
+            _agree(plan, yes=yes)
+            order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
+            return _execute(services, replace(order, heard=heard), as_json=as_json)
 
 
 @click.command()
@@ -145,6 +144,8 @@ def run(  # noqa: PLR0913 - one parameter per option
     names = backends or _usable(budget_usd)
     line = command[0] if len(command) == 1 else shlex.join(command)
     role: dict[str, object] = {"backend": list(names), "gpu": gpu, "run": line}
+    # Whoever waits for one command sees how fast it is; measuring would take longer than some do.
+    role |= {"net_floor_mbps": 0}
     role |= {"workdir": str(workdir.resolve())} if workdir else {}
     role |= {"setup": setup} if setup else {}
     role |= {"spot": True} if spot else {}
@@ -154,10 +155,11 @@ def run(  # noqa: PLR0913 - one parameter per option
         if dry_run:
             _show_plan(_planned(services, spec, retry_for_s=None), as_json=as_json)
             return ExitStatus.OK
-        _clean_up(services, spec)
-        _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
-        order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
-        return _execute(services, replace(order, stream=not as_json), as_json=as_json)
+        with _cleaning_up(services, spec) as heard:
+            _agree(_planned(services, spec, retry_for_s=retry_until_up, explain=False), yes=yes)
+            order = _order(spec, source, run_id=run_id, out=out, retry_for_s=retry_until_up)
+            order = replace(order, stream=not as_json, heard=heard)
+            return _execute(services, order, as_json=as_json)
 
 
 def _usable(budget_usd: float | None) -> list[str]:
@@ -233,17 +235,19 @@ def _told(result: RunResult, *, as_json: bool, is_short: bool) -> int:
     return result.status
 
 
-def _clean_up(services: Services, spec: JobSpec) -> None:
-    """End what runs left behind whose driver is gone, before anything new is rented."""
-    names = dict.fromkeys(name for role in spec.roles for name in role.backends)
-    found = find_left_overs(services, names)
-    rule = EndRule()
-    for problem in found.problems:
-        click.echo(printable(f"warning: {problem}"), err=True)
-    for machine in rule.chosen(found):
-        click.echo(f"ending {machine.label}, left by a run that nobody drives", err=True)
-    for failure in end_left_overs(services, found, rule).failures:
-        click.echo(f"{failure}", err=True)
+@contextmanager
+def _cleaning_up(services: Services, spec: JobSpec) -> Iterator[Callable[[str], None]]:
+    """End what runs left behind whose driver is gone; yield who is to hear of what is rented."""
+    cleaning = CleanUp(
+        services,
+        (name for role in spec.roles for name in role.backends),
+        tell=lambda text: click.echo(printable(text), err=True),
+    )
+    cleaning.begin()
+    try:
+        yield cleaning.heard
+    finally:
+        cleaning.finish()
 
 
 def _agree(rows: list[PlanRow], *, yes: bool) -> None:

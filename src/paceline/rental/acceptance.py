@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from paceline.rental import netfloor
 from paceline.rental.catalogue import boards_of, parse_target
 from paceline.rental.model import Offer
 
@@ -18,8 +19,6 @@ SCRIPT_TIMEOUT_S: Final = 180
 _NUM_GPUS_MAX = 64
 _DISK_SHARE: Final = 0.6
 """Of the disk that was asked for must be free: the image takes its part of it."""
-_NET_SHARE: Final = 0.2
-"""Of the speed that was asked for must be seen: one connection to one server is not the line."""
 _MEMORY_SHARE: Final = 0.93
 """Of the offered memory: cards report less than is marketed."""
 _CPU: Final = "cpu"
@@ -72,13 +71,14 @@ umask 077
 mkdir -p {folder} || exit 70
 exec 3>&1 >{folder}/report 2>/dev/null
 echo 'paceline=1'
+python=$(command -v python3 || command -v python || true)
+{net_begin}
 if command -v nvidia-smi >/dev/null; then
   timeout -k 5 60 nvidia-smi --format=csv,noheader,nounits \
     --query-gpu=index,name,memory.total,driver_version 2>&1 | head -n 100 | sed 's/^/gpu=/'
 else
   echo 'smi=absent'
 fi
-python=$(command -v python3 || command -v python || true)
 if [ -n "$python" ]; then
   timeout -k 5 90 "$python" - <<'PACELINE_PROBE' || echo "cuda=failed: the probe ended with $?"
 {calls}
@@ -87,13 +87,8 @@ else
   echo 'cuda=untested'
 fi
 echo "disk_kb=$(df -kP . | awk 'NR == 2 {{ print $4 }}')"
-{net}
+{net_end}
 echo 'end=1'
-"""
-_NET: Final = r"""
-if command -v curl >/dev/null; then
-  echo "net_bytes_s=$(curl -sL -o /dev/null --max-time 15 -w '%{{speed_download}}' {url} || true)"
-fi
 """
 _LINE = re.compile(r"([a-z_]{1,20})=(.{0,300})")
 
@@ -107,7 +102,7 @@ class Demand:
     """Of each GPU."""
     disk_gb_min: float
     net_mbps_min: float = 0.0
-    """Zero where nothing to measure against was named."""
+    """Zero: nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +125,17 @@ class Report:
     """Lines of nvidia-smi that describe no GPU."""
     cuda: str = ""
     disk_kb: float | None = None
-    net_bytes_s: float | None = None
+    net: netfloor.Seen = netfloor.UNSEEN
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def demand_of(
-    gpu: str, offer: Offer, *, disk_gb: int, net_mbps: float, has_net_url: bool
+    gpu: str, offer: Offer, *, disk_gb: int, net_floor_mbps: float | None = None
 ) -> Demand | None:
-    """Return what a machine for ``gpu`` has to be; None for one that has none to be asked about."""
+    """Return what a machine for ``gpu`` has to be; None for one that has none to be asked about.
+
+    ``net_floor_mbps`` None: by what the offer claims; zero: the network is not looked at.
+    """
     target = parse_target(gpu)
     if target.gpu == _CPU:
         return None
@@ -149,14 +147,27 @@ def demand_of(
         # what the name promises, or what was offered where that is less: boards share names
         memory_mb_min=min([offered_mb, *known_mb]) if offered_mb else min(known_mb, default=0.0),
         disk_gb_min=_DISK_SHARE * disk_gb,
-        net_mbps_min=_NET_SHARE * net_mbps if has_net_url else 0.0,
+        net_mbps_min=netfloor.floor_mbps(offer, net_floor_mbps),
     )
 
 
-def script(folder: str, *, net_url: str = "") -> str:
-    """Return the command that writes the report into ``folder``, a path without odd characters."""
-    net = _NET.format(url=f"'{net_url}'") if net_url else ""
-    return _SCRIPT.format(folder=folder, calls=_CUDA_CALLS.strip(), net=net)
+def script(
+    folder: str,
+    *,
+    has_net: bool = False,
+    net_url: str = "",
+    net_timeout_s: int = netfloor.PROBE_TIMEOUT_S,
+) -> str:
+    """Return the command that writes the report into ``folder``, a path without odd characters.
+
+    With ``has_net`` the network is measured beside the rest, from ``net_url`` where one is given.
+    """
+    return _SCRIPT.format(
+        folder=folder,
+        calls=_CUDA_CALLS.strip(),
+        net_begin=netfloor.begin(folder, url=net_url, timeout_s=net_timeout_s) if has_net else "",
+        net_end=netfloor.end(folder) if has_net else "",
+    )
 
 
 def parse(text: str) -> Report:
@@ -181,7 +192,7 @@ def parse(text: str) -> Report:
         complaints=tuple(complaints),
         cuda=facts.get("cuda", ""),
         disk_kb=_number(facts.get("disk_kb")),
-        net_bytes_s=_number(facts.get("net_bytes_s")),
+        net=netfloor.seen(_number(facts.get("net_bytes_s")), facts.get("net", "")),
         facts=facts,
     )
 
@@ -195,11 +206,8 @@ def objections(report: Report, demand: Demand) -> list[str]:
     if free_gb is None or free_gb < demand.disk_gb_min:
         has = "an unknown amount" if free_gb is None else f"{free_gb:.0f} GB"
         found.append(f"has {has} of disk free, {demand.disk_gb_min:.0f} GB are needed")
-    if demand.net_mbps_min > 0:
-        mbps = (report.net_bytes_s or 0.0) * 8 / 1e6
-        if mbps < demand.net_mbps_min:
-            found.append(f"downloads at {mbps:.0f} Mbit/s, {demand.net_mbps_min:.0f} are needed")
-    return found
+    slow = netfloor.objection(report.net, demand.net_mbps_min)
+    return found if slow is None else [*found, slow]
 
 
 def _gpu_objections(report: Report, demand: Demand) -> list[str]:

@@ -120,6 +120,16 @@ class Pacer:
                 self._latest_s[lane] = at_s
             return at_s - now_s
 
+    def arrived(self, intervals_s: Mapping[str, float], *, at_s: float, late_s: float) -> None:
+        """Count from when a call was there, ``late_s`` after its place: the provider does so too.
+
+        A new connection takes its time, and the next call may be quicker. At most one interval.
+        """
+        with self._lock:
+            for lane, interval_s in intervals_s.items():
+                if abs(self._latest_s[lane] - at_s) < _SAME_S:
+                    self._rested_at_s[lane] += min(max(0.0, late_s), interval_s)
+
     def give_back(self, intervals_s: Mapping[str, float], *, at_s: float) -> None:
         """Give up the place at ``at_s``, for a call that never reached the provider.
 
@@ -267,6 +277,7 @@ class HttpApi:
                     headers=headers,
                 ) as response,
             ):
+                self._arrived(request, at_s=at_s)
                 return response, self._read(request, response, deadline_s=deadline_s)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as exc:
             self._pacer.give_back(self._lanes(request), at_s=at_s)
@@ -319,6 +330,12 @@ class HttpApi:
             )
         self._parts.clock.sleep(wait_s)
         return now_s + wait_s
+
+    def _arrived(self, request: _Request, *, at_s: float) -> None:
+        """Keep to the pace as a provider sees it that measures the time between two calls."""
+        bursts = self._dialect.bursts
+        lanes = {lane: s for lane, s in self._lanes(request).items() if lane not in bursts}
+        self._pacer.arrived(lanes, at_s=at_s, late_s=self._parts.clock.monotonic() - at_s)
 
     def _lanes(self, request: _Request) -> dict[str, float]:
         intervals_s = self._dialect.intervals_s

@@ -51,11 +51,13 @@ class Ledger:
         *,
         instance: InstanceHandle | None = None,
         ended_at: float | None = None,
+        net: str = "",
     ) -> Machine:
         """Move the record as it is now, whatever it was when ``machine`` was read.
 
         ``instance`` is the backend's name for it, where that has become known; ``ended_at`` is
-        when it was over, and None for a state in which it is not.
+        when it was over, and None for a state in which it is not; ``net`` is what was seen of its
+        network.
 
         Raises:
             IllegalMoveError: somebody else moved it where this cannot follow.
@@ -70,6 +72,7 @@ class Ledger:
                 state=move(old.state, state, label=old.label),
                 instance=instance or old.instance,
                 ended_at=ended_at,
+                net=net or old.net,
             )
             try:
                 self._store.commit(

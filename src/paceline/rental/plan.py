@@ -52,6 +52,8 @@ class RentRequest:
     """It may be taken back at any moment, and is cheap for it."""
     min_reliability: float = 0.97
     min_inet_down_mbps: int = 500
+    net_floor_mbps: float | None = 0.0
+    """What a machine must download at to be taken; None: by what its offer claims; 0: anything."""
     hard_usd: float | None = None
     """What the whole run may cost; no attempt is begun that could cost more."""
     retry_for_s: float | None = None

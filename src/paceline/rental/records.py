@@ -48,6 +48,8 @@ class Machine:
     """None while no answer to the create call is known."""
     ended_at: float | None = None
     """Unix seconds when it was proven that nothing bills."""
+    net: str = ""
+    """How fast it downloaded before it was taken, or why nobody knows; empty: nobody looked."""
 
     @property
     def handle(self) -> InstanceHandle:
@@ -170,6 +172,7 @@ def render_machine(machine: Machine) -> bytes:
             "instance": instance
             and {"instance_id": instance.instance_id, "created_at": instance.created_at},
             "ended_at": machine.ended_at,
+            "net": machine.net,
         }
     ).encode()
 
@@ -203,6 +206,7 @@ def parse_machine(content: bytes) -> Machine:
                 found["backend"], instance["instance_id"], found["label"], instance["created_at"]
             ),
             ended_at=found["ended_at"],
+            net=found.get("net", ""),  # records of before have none
         )
     except (ValueError, TypeError, KeyError) as exc:
         raise BackendError(

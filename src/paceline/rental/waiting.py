@@ -98,7 +98,7 @@ def newborn_s(created_at: float, *, clock: Clock) -> float:
     return max(0.0, min(FIRST_LOOK_S, created_at + FIRST_LOOK_S - clock.time()))
 
 
-def wait_gone(
+def wait_gone(  # noqa: PLR0913 - what an end is made of
     status: Callable[[], InstanceStatus],
     *,
     destroy: Callable[[], None],
@@ -106,20 +106,22 @@ def wait_gone(
     timeout_s: float,
     what: str,
     is_going: Callable[[InstanceStatus | None], bool] | None = None,
+    seen: InstanceStatus | None = None,
 ) -> bool:
     """Destroy and ask, again and again, until ``status`` says destroyed.
 
     The order comes first: a look before it would only cost a place in the provider's pace. With
     ``is_going`` it comes second, and not to what that says is on its way out already: some
-    providers refuse to end it twice. ``destroy`` may raise AbsentError, which alone proves
-    nothing: some providers do not know their newest machines.
+    providers refuse to end it twice. ``seen`` is a look so young that it stands for the first.
+    ``destroy`` may raise AbsentError, which alone proves nothing: some providers do not know
+    their newest machines.
     Return whether there was anything to destroy.
 
     Raises:
         NotProvenGoneError: it was not seen gone within ``timeout_s``; the machine may bill.
         AuthError: the key was refused.
     """
-    leaving = _Leaving(status=status, destroy=destroy, is_going=is_going)
+    leaving = _Leaving(status=status, destroy=destroy, is_going=is_going, seen=seen)
     ready = leaving.is_gone_when_told if is_going is None else leaving.is_gone_or_told
     try:
         wait_until(
@@ -199,18 +201,21 @@ class _Leaving:
         status: Callable[[], InstanceStatus],
         destroy: Callable[[], None],
         is_going: Callable[[InstanceStatus | None], bool] | None,
+        seen: InstanceStatus | None,
     ) -> None:
         self.said = "no answer"
         self.was_there = False
         self._status = status
         self._destroy = destroy
         self._is_going = is_going
-        self._seen: InstanceStatus | None = None
+        self._seen = seen
+        self._has_looked = seen is not None
 
     def is_gone_or_told(self) -> bool:
         """Look, and give the order only to what is there; one look is enough for what goes."""
-        if self._is_gone():
+        if not self._has_looked and self._is_gone():
             return True
+        self._has_looked = False
         if self._is_going is not None and self._is_going(self._seen):
             self.was_there = True
             return False

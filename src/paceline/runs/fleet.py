@@ -443,4 +443,5 @@ def rent_request(role: RoleSpec, index: int, *, run_id: str, ssh_pubkey_path: Pa
         is_spot=role.spot,
         min_reliability=role.min_reliability,
         min_inet_down_mbps=role.min_inet_mbps,
+        net_floor_mbps=role.net_floor_mbps,
     )

@@ -106,6 +106,8 @@ class RoleSpec:
     min_reliability: float = 0.97
     """Of the host, where its backend tells; shares of 1."""
     min_inet_mbps: int = 500
+    net_floor_mbps: float | None = None
+    """What a machine must download at to be taken; None: by what its offer claims; 0: anything."""
     restart: RestartMode = RestartMode.NEVER
     max_restarts: int = 0
     reach: Reach = Reach.AUTO

@@ -233,6 +233,7 @@ class Role(Section):
     max_dph: _Positive | None = None
     min_reliability: Annotated[float, Field(ge=0, le=1)] = 0.97
     min_inet_mbps: Annotated[int, Field(ge=0, le=1_000_000)] = 500
+    net_floor_mbps: Literal["auto"] | Annotated[float, Field(ge=0, le=1_000_000)] = "auto"
     restart: Literal["never", "on-failure", "always"] | None = None
     max_restarts: Annotated[int, Field(ge=0, le=1000)] | None = None
     reach: Literal["auto", "direct", "tunnel", "objectstore"] = "auto"

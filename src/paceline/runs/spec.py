@@ -299,6 +299,7 @@ def _role(name: str, role: sections.Role, kind: RoleKind) -> RoleSpec:
         max_dph=role.max_dph,
         min_reliability=role.min_reliability,
         min_inet_mbps=role.min_inet_mbps,
+        net_floor_mbps=None if role.net_floor_mbps == "auto" else role.net_floor_mbps,
         restart=restart,
         max_restarts=restarts if role.max_restarts is None else role.max_restarts,
         reach=Reach(role.reach),

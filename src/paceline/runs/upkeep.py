@@ -9,16 +9,29 @@ import os
 import shutil
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import MissingExtraError, PacelineError, PreflightError, UsageError
+from paceline.core.errors import (
+    DeadlineExceededError,
+    MissingExtraError,
+    PacelineError,
+    PreflightError,
+    UsageError,
+)
 from paceline.core.text import told_by
 from paceline.core.waiting import wait_until
-from paceline.rental import BackendAdapter, InstanceHandle, MissingKeyError, SupportsListing
+from paceline.rental import (
+    BackendAdapter,
+    InstanceHandle,
+    MissingKeyError,
+    SupportsListedSince,
+    SupportsListing,
+)
 from paceline.rental.drivers.ending import Proof
 from paceline.rental.market import ask_all
 from paceline.rental.orchestrator import Orchestrator
@@ -31,6 +44,9 @@ from paceline.runs.owner import Owner, owner_of
 DOWN_TIMEOUT_S = 300.0
 LIST_TIMEOUT_S = 60.0
 """For all backends together; one that is slower is named as not asked."""
+SHARED_S_MAX = 5.0
+"""For so long a listing that others will read is waited for, before one is read for us alone."""
+_SHARED_POLL_S = 0.1
 MIN_AGE_S = 600.0
 """A machine on no record that is younger may be on its way onto another computer's."""
 NUM_ENDED_MAX = 50
@@ -135,10 +151,15 @@ class EndRule:
         return chosen
 
 
-def find_left_overs(keeping: Keeping, backends: Iterable[str]) -> Found:
-    """Look at the record and at ``backends``; mends the record, ends nothing."""
+def find_left_overs(
+    keeping: Keeping, backends: Iterable[str], *, since_s: float | None = None
+) -> Found:
+    """Look at the record and at ``backends``; mends the record, ends nothing.
+
+    A listing that a backend has read since ``since_s`` for another purpose will do.
+    """
     problems: list[str] = []
-    listed = _listed(keeping, list(backends), problems)
+    listed = _listed(keeping, list(backends), problems, since_s=since_s)
     ours = [one for one in listed if one.label.startswith(LABEL_PREFIX)]
     foreign = [one.backend for one in listed if not one.label.startswith(LABEL_PREFIX)]
     runs = keeping.ledger.list()
@@ -211,12 +232,17 @@ def _remove_secrets(run_dir: Path) -> None:
     forget_driven(run_dir)
 
 
-def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list[InstanceHandle]:
+def _listed(
+    keeping: Keeping, names: Sequence[str], problems: list[str], *, since_s: float | None
+) -> list[InstanceHandle]:
     """Return every machine of the accounts that we have keys for, asking all at once."""
 
     def ask(name: str) -> list[InstanceHandle] | None:
         backend = keeping.backend_of(name)
-        return backend.list_instances() if isinstance(backend, SupportsListing) else None
+        shared = None if since_s is None else _shared(backend, since_s, clock=keeping.clock)
+        if shared is not None or not isinstance(backend, SupportsListing):
+            return shared
+        return backend.list_instances()
 
     on_record = {machine.backend for machine in keeping.rental.machines()}
     found: list[InstanceHandle] = []
@@ -233,6 +259,30 @@ def _listed(keeping: Keeping, names: Sequence[str], problems: list[str]) -> list
         elif failure is not None:
             raise failure
         found += answer.value or []
+    return found
+
+
+def _shared(
+    backend: BackendAdapter, since_s: float, *, clock: Clock
+) -> list[InstanceHandle] | None:
+    """Return a listing that was read for another purpose, where one is soon; None otherwise."""
+    if not isinstance(backend, SupportsListedSince):
+        return None
+    found: list[InstanceHandle] | None = None
+
+    def is_there() -> bool:
+        nonlocal found
+        found = backend.listed_since(since_s)
+        return found is not None
+
+    with suppress(DeadlineExceededError):
+        wait_until(
+            is_there,
+            what="a listing",
+            clock=clock,
+            timeout_s=SHARED_S_MAX,
+            interval_s=_SHARED_POLL_S,
+        )
     return found
 
 

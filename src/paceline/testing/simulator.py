@@ -24,6 +24,7 @@ from paceline.rental import (
 from paceline.rental.budget import Budget, Level
 from paceline.rental.orchestrator import RECONCILE_EVERY_S, Orchestrator, RentRequest
 from paceline.rental.records import Machine
+from paceline.runs.cleaning import split
 from paceline.runs.model import RestartMode, RoleKind, Slot
 from paceline.runs.plan import Finish, Observation, Phase, Postpone, Retire, SlotView, Start, decide
 from paceline.testing.fakes.backend import FakeInstance
@@ -133,10 +134,15 @@ class Simulation:
             backend=self._backend_of,
             clock=self._clock,
             nonce=self._nonce,
-            notify=lambda name, fields: self._tell(f"{name} {sorted(fields.items())}"),
+            notify=self._hear,
             accept=self._accept,
             ask_all=lambda ask, names: [ask(name) for name in names],
         )
+
+    def _hear(self, name: str, fields: dict[str, object]) -> None:
+        self._tell(f"{name} {sorted(fields.items())}")
+        if self._life is not None:
+            self._life.has_heard = True
 
     def _backend_of(self, name: str) -> BackendAdapter:
         return self._backends[name]
@@ -323,6 +329,8 @@ class _Life:
         self._failure: str | None = None
         self._destroying: set[str] = set()
         self.is_over = False
+        self.has_heard = False
+        """Something has become of an order of this life."""
 
     def drive(self) -> None:
         """Run to the end, whatever it is, and tear everything down."""
@@ -339,8 +347,10 @@ class _Life:
     def _begin(self) -> None:
         """Take up what is on record, or end it, and rent what is missing."""
         known = self._rental.machines(RUN_ID)
-        if known:
-            self._rental.reconcile(run_id=RUN_ID)
+        first, later = split(self._world.backends, known)
+        if first:
+            self._rental.reconcile(backends=first)
+        self._world.clock.spawn(partial(self._look_later, later))
         for role, kind, count in (
             ("trainer", RoleKind.TRAINER, 1),
             ("rollout", RoleKind.ROLLOUT, 2),
@@ -360,6 +370,16 @@ class _Life:
                     self._machines[slot] = running[0]
                     mine.remove(running[0])
                 self._spawn(slot, partial(self._fill, slot, mine))
+
+    def _look_later(self, names: list[str]) -> None:
+        """List backends with nothing on record once the first machine has been ordered."""
+        clock = self._world.clock
+        until_s = clock.monotonic() + BOOT_TIMEOUT_S
+        while not self.has_heard and not self.is_over and clock.monotonic() < until_s:
+            clock.sleep(TICK_S)
+        if names:
+            found = self._rental.reconcile(backends=names)
+            self._world.tell(f"looked at {names} later: {[one.kind.value for one in found]}")
 
     def _fill(self, slot: Slot, leftovers: list[Machine]) -> None:
         """End what is in the way, rent if there is nothing, and run."""

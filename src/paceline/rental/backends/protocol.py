@@ -145,6 +145,18 @@ class SupportsListing(Protocol):
 
 
 @runtime_checkable
+class SupportsListedSince(Protocol):
+    """A backend that reads its listing while it waits for machines, and keeps the newest."""
+
+    def listed_since(self, since_s: float) -> list[InstanceHandle] | None:
+        """Return what ``list_instances`` would, from a listing asked for after ``since_s``.
+
+        That is in monotonic seconds; None where there is no such listing yet. Costs no call.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsListingLag(Protocol):
     """A backend that knows how late its own listing may be."""
 

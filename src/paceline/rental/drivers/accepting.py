@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from paceline.core.clock import Clock
-from paceline.rental import acceptance
+from paceline.rental import acceptance, netfloor
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.errors import (
     ConnectionLostError,
@@ -25,8 +25,10 @@ _URL = re.compile(r"https?://[A-Za-z0-9.:/_?=&%+\[\]-]{1,500}")
 class GpuAcceptance:
     """Runs the check on machines with GPUs; one that fails is not what was offered."""
 
-    def __init__(self, *, clock: Clock, net_url: str = "") -> None:
-        """Take a clock, and where from the network may be measured; nothing is, without.
+    def __init__(
+        self, *, clock: Clock, net_url: str = "", net_timeout_s: int = netfloor.PROBE_TIMEOUT_S
+    ) -> None:
+        """Take a clock, and where from the network is measured; without, from pip's own index.
 
         Raises ValueError for an address that could be more than one to a shell.
         """
@@ -34,11 +36,12 @@ class GpuAcceptance:
             raise ValueError(f"{net_url!r} is no address to measure the network with")
         self._clock = clock
         self._net_url = net_url
+        self._net_timeout_s = net_timeout_s
 
     def __call__(
         self, backend: BackendAdapter, machine: InstanceHandle, offer: Offer, request: RentRequest
-    ) -> None:
-        """Return when the machine is what was offered.
+    ) -> str:
+        """Return what was seen of the network once the machine is what was offered.
 
         Raises:
             NotAcceptedError: it is not; the message says each thing that is wrong.
@@ -48,22 +51,25 @@ class GpuAcceptance:
             request.gpu,
             offer,
             disk_gb=request.min_disk_gb,
-            net_mbps=request.min_inet_down_mbps,
-            has_net_url=bool(self._net_url),
+            net_floor_mbps=request.net_floor_mbps,
         )
         if demand is None:
-            return
-        report = acceptance.parse(self._ask(backend, machine))
+            return ""
+        has_net = demand.net_mbps_min > 0
+        report = acceptance.parse(self._ask(backend, machine, has_net=has_net))
         wrong = acceptance.objections(report, demand)
         if wrong:
             raise NotAcceptedError(
                 f"{machine.backend} {machine.instance_id} is not what was offered: "
                 + "; ".join(wrong)
             )
+        return str(report.net) if has_net else ""
 
-    def _ask(self, backend: BackendAdapter, machine: InstanceHandle) -> str:
+    def _ask(self, backend: BackendAdapter, machine: InstanceHandle, *, has_net: bool) -> str:
         """Return the machine's report; a connection that breaks is made again."""
-        command = acceptance.script(_FOLDER, net_url=self._net_url)
+        command = acceptance.script(
+            _FOLDER, has_net=has_net, net_url=self._net_url, net_timeout_s=self._net_timeout_s
+        )
         tries = 0
         while True:
             tries += 1

@@ -29,8 +29,11 @@ class Acceptor(Protocol):
 
     def __call__(
         self, backend: BackendAdapter, machine: InstanceHandle, offer: Offer, request: RentRequest
-    ) -> None:
-        """Return when it is what was offered. Raises NotAcceptedError if not, or BackendError."""
+    ) -> str | None:
+        """Return, once it is what was offered, what was seen of its network.
+
+        Raises NotAcceptedError if it is not, or BackendError.
+        """
         ...
 
 

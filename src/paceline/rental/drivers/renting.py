@@ -184,16 +184,18 @@ class Renter:
         try:
             self._told(machine, "machine.provisioned", instance_id=machine.handle.instance_id)
             self._boot(machine, request)
+            net = ""
             if self._parts.accept is not None:
                 backend = self._parts.backend(machine.backend)
-                self._parts.accept(backend, machine.handle, offer, request)
-            running = self._parts.ledger.move(machine, MachineState.RUNNING)
+                net = self._parts.accept(backend, machine.handle, offer, request) or ""
+            running = self._parts.ledger.move(machine, MachineState.RUNNING, net=net)
         except Exception as exc:
             self._give_up(machine, exc)
             raise
         boot_s = self._parts.clock.monotonic() - begun_s
         self._parts.memory.remember_use(offer, now_s=self._parts.clock.time(), boot_s=boot_s)
-        self._told(running, "machine.running", boot_s=round(boot_s, 3))
+        measured = {"net": net} if net else {}
+        self._told(running, "machine.running", boot_s=round(boot_s, 3), **measured)
         return running
 
     def _give_up(self, machine: Machine, failure: Exception) -> None:

@@ -94,6 +94,8 @@ class Order:
     stream: bool = False
     retry_for_s: float | None = None
     """Where no machine can be had, look again for so long."""
+    heard: Callable[[str], None] = lambda event: None
+    """Is given the name of each event that renting tells of, from any thread."""
 
 
 def execute(services: Services, order: Order, *, watcher: Watcher) -> RunResult:
@@ -300,7 +302,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
         environ=system.environ(),
         is_adopted=bool(around.part.adopted),
     ) as care:
-        rental = with_notices(services, care.journal)
+        rental = with_notices(services, care.journal, heard=order.heard)
         fleet = Fleet(_fleet_parts(services, order, around, care=care, rental=rental))
         care.puller.use(fleet)
         after_s = job.dead_man.after_s

@@ -139,11 +139,17 @@ def access_of(services: Services, machine: Machine) -> Access:
     return backend.access(machine.handle)
 
 
-def with_notices(services: Services, journal: Journal) -> Orchestrator:
-    """Return the rental half as one run has it: what it tells goes into the run's journal."""
+def with_notices(
+    services: Services, journal: Journal, *, heard: Callable[[str], None]
+) -> Orchestrator:
+    """Return the rental half as one run has it: what it tells goes into the run's journal.
+
+    ``heard`` is given the name of each event.
+    """
 
     def notify(name: str, fields: Mapping[str, object]) -> None:
         journal.record(name, fields)
+        heard(name)
         forget_name(services.state_dir, name, fields)
 
     return services.rental.telling(notify)

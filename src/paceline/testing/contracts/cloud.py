@@ -20,6 +20,7 @@ from paceline.rental.backends.protocol import (
     SupportsActualCost,
     SupportsBalance,
     SupportsCredentials,
+    SupportsListedSince,
     SupportsListing,
     SupportsLogs,
     SupportsPorts,
@@ -360,6 +361,23 @@ class CloudContract(ABC):
         assert {h.instance_id for h in found} == made
         assert len(found) == len(made)
         assert len(listing.list_instances()) == len(made) + 1
+
+    def test_a_listing_is_handed_on_to_whoever_asked_before_it(self) -> None:
+        """It counts from when it was asked for, and costs no call to hand on."""
+        if not isinstance(self.adapter, SupportsListedSince):
+            pytest.skip("keeps no listing")
+        assert isinstance(self.adapter, SupportsListing)
+        before_s = self.clock.monotonic()
+        assert self.adapter.listed_since(before_s) is None
+        h = self.provision()
+        self.clock.sleep(1.0)
+        self.adapter.list_instances()
+        num_calls = len(self.fake.calls)
+        listed = self.adapter.listed_since(before_s) or []
+        assert [one.instance_id for one in listed] == [h.instance_id]
+        self.clock.sleep(1.0)
+        assert self.adapter.listed_since(self.clock.monotonic()) is None
+        assert len(self.fake.calls) == num_calls
 
     def test_stop_and_start_where_there_is_such_a_thing(self) -> None:
         """A stopped machine reads stopped, bills on, and runs again after a start."""

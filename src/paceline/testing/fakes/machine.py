@@ -30,6 +30,9 @@ _PRIVILEGE_SEPARATION = Path("/run/sshd")
 _HOST_KEY_FILES = ("host_key", "host_key.pub")
 _START_TIMEOUT_S = 20.0
 _NUM_PORTS_TRIED = 20
+NO_INDEX = "http://127.0.0.1:9/simple"
+"""What pip on a machine fetches from unless told otherwise: nobody, so that no test leaves this
+computer because a machine measures its network."""
 _CONFIG = """\
 ListenAddress {host}
 Port {port}
@@ -255,7 +258,7 @@ class FakeMachine:
 
     def _more_environ(self) -> str:
         """Return what else logins find, as sshd's SetEnv takes it."""
-        more = dict(self._environ)
+        more = {"PIP_INDEX_URL": NO_INDEX, **self._environ}
         if self._gpus is not None:
             more["LD_LIBRARY_PATH"] = f"{self.root}/driver"
         return "".join(f" {name}={value}" for name, value in more.items())

@@ -1,14 +1,18 @@
 """Virtual machines on Lambda Cloud, reached by ssh."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from paceline.rental import creation, waiting
+from paceline.rental.answers import text_at
 from paceline.rental.backends.defaults import Parts, default_parts
 from paceline.rental.backends.lambda_ import mapping
 from paceline.rental.backends.lambda_.client import LambdaClient
 from paceline.rental.backends.lambda_.config import LambdaConfig, find_key
+from paceline.rental.backends.lambda_.keys import KnownKeys
 from paceline.rental.backends.registry import register_backend
 from paceline.rental.errors import (
     AbsentError,
@@ -17,7 +21,9 @@ from paceline.rental.errors import (
     InstanceNotFoundError,
     ProvisionError,
     RequestError,
+    SshDeniedError,
 )
+from paceline.rental.looks import Looks, Row
 from paceline.rental.model import (
     CredentialReport,
     DeathCause,
@@ -48,6 +54,13 @@ class LambdaBackend:
         self._config = config or LambdaConfig.from_environ(self._parts.environ)
         self._client = LambdaClient(self._config, key=self._key, parts=self._parts.http)
         self._clock = self._parts.clock
+        self._looks = Looks(self._client.instances, clock=self._clock)
+        self._keys = KnownKeys(
+            self._parts.state_dir / "ssh" / "registered",
+            account=lambda: f"{self._config.api_url} {self._key()}",
+        )
+        self._registering = Lock()
+        self._num_mended = 0
         self._reach = Reach(
             status=self.status,
             connect=self._parts.ssh_remote,
@@ -65,13 +78,26 @@ class LambdaBackend:
     ) -> InstanceHandle:
         """Register the ssh key if need be and launch; ``disk_gb`` was checked by the search."""
         mapping.parse_offer_id(offer_id)
-        key_name = self._key_name(creation.read_public_key(ssh_pubkey_path))
-        created_at = self._clock.time()
-        body = mapping.launch_body(
-            offer_id, image=image, key_name=key_name, label=label, now_s=created_at
-        )
+        blob = mapping.key_blob(creation.read_public_key(ssh_pubkey_path))
+        key_name, num_mended = self._key_name(blob)
+        created_at = round(self._clock.time(), 3)
+        body = partial(mapping.launch_body, offer_id, image=image, label=label, now_s=created_at)
+
+        def call() -> InstanceHandle:
+            try:
+                instance_id = self._client.launch(body(key_name=key_name))
+            except (AbsentError, RequestError):
+                # Nothing was made. If the key is why, it is registered, and that is worth a second.
+                if num_mended is None:
+                    raise
+                other = self._mended(blob, key_name, num_mended=num_mended)
+                if other is None:
+                    raise
+                instance_id = self._client.launch(body(key_name=other))
+            return InstanceHandle(self.name, instance_id, label, created_at)
+
         return creation.create(
-            lambda: InstanceHandle(self.name, self._client.launch(body), label, created_at),
+            call,
             label=label,
             listing=self.list_instances,
             clock=self._clock,
@@ -81,14 +107,18 @@ class LambdaBackend:
     def wait_running(self, h: InstanceHandle, *, timeout_s: int = 1200) -> None:
         """Block until it is active, has an address, and ssh answers there."""
         what = f"lambda machine {h.instance_id}"
-        waiting.wait_running(
-            waiting.failing(lambda: self.status(h), mapping.failure_of, what=what),
-            clock=self._clock,
-            timeout_s=timeout_s,
-            what=what,
-            probe=lambda status: self._reach.probe(h, status),
-            first_look_s=waiting.newborn_s(h.created_at, clock=self._clock),
-        )
+        try:
+            waiting.wait_running(
+                waiting.failing(lambda: self._look(h), mapping.failure_of, what=what),
+                clock=self._clock,
+                timeout_s=timeout_s,
+                what=what,
+                probe=lambda status: self._reach.probe(h, status),
+                first_look_s=waiting.newborn_s(h.created_at, clock=self._clock),
+            )
+        except SshDeniedError:
+            self._keys.forget()  # another key may go by the name that we remember
+            raise
 
     def sync_to(
         self,
@@ -134,8 +164,20 @@ class LambdaBackend:
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once; one that is terminating is unknown until it is gone."""
+        return self._status_of(self._client.instance(h.instance_id), h)
+
+    def _look(self, h: InstanceHandle) -> InstanceStatus:
+        """Ask by the listing: one call for all machines that are waited for."""
+        rows = self._looks.listing()
+        row = next((row for row in rows if text_at(row, "id") == h.instance_id), None)
+        # a listing may be late
+        return self._looks.keep(
+            h.instance_id, self.status(h) if row is None else self._status_of(row, h)
+        )
+
+    def _status_of(self, row: Row | None, h: InstanceHandle) -> InstanceStatus:
         return mapping.status_of(
-            self._client.instance(h.instance_id),
+            row,
             h,
             now_s=self._clock.time(),
             ssh_user=self._config.ssh_user,
@@ -149,6 +191,7 @@ class LambdaBackend:
             lambda: self.status(h),
             destroy=lambda: self._client.terminate(h.instance_id),
             is_going=mapping.is_terminating,
+            seen=self._looks.take(h.instance_id),
             clock=self._clock,
             timeout_s=_GONE_TIMEOUT_S,
             what=f"lambda machine {h.instance_id}",
@@ -158,9 +201,18 @@ class LambdaBackend:
 
     def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:
         """Return every machine of the account; one call."""
+        listed = self._handles(self._looks.listing())
+        return [h for h in listed if h.label.startswith(label_prefix)]
+
+    def listed_since(self, since_s: float) -> list[InstanceHandle] | None:
+        """Return what the newest look at machines that are waited for has listed."""
+        rows = self._looks.listed_since(since_s)
+        return None if rows is None else self._handles(rows)
+
+    def _handles(self, rows: Sequence[Row]) -> list[InstanceHandle]:
         now_s = self._clock.time()
-        handles = [mapping.handle_of(row, now_s=now_s) for row in self._client.instances()]
-        return [h for h in handles if h is not None and h.label.startswith(label_prefix)]
+        handles = (mapping.handle_of(row, now_s=now_s) for row in rows)
+        return [h for h in handles if h is not None]
 
     def relabel(self, h: InstanceHandle, label: str) -> InstanceHandle:
         """Change the machine's name, which is its label; at most 64 characters."""
@@ -189,16 +241,38 @@ class LambdaBackend:
         found = find_key(self._parts.environ)
         return None if found is None else found.key
 
-    def _key_name(self, public_key: str) -> str:
-        """Return the name of our key at Lambda, registering it where it is not there yet.
+    def _key_name(self, blob: str) -> tuple[str, int | None]:
+        """Return how our key is called at Lambda; if that is remembered, how often it was mended.
+
+        What nobody remembers is asked for, by one thread for all. Raises ProvisionError.
+        """
+        with self._registering:
+            known = self._keys.get(blob)
+            if known is not None:
+                return known, self._num_mended
+            try:
+                return self._keys.put(blob, self._registered(blob) or self._register(blob)), None
+            except ApiError as exc:
+                raise creation.provision_error(exc) from exc
+
+    def _mended(self, blob: str, refused: str, *, num_mended: int) -> str | None:
+        """Return how our key is called, None if it was called so all along: it was not the key.
 
         Raises ProvisionError.
         """
-        blob = mapping.key_blob(public_key)
-        try:
-            return self._registered(blob) or self._register(blob)
-        except ApiError as exc:
-            raise creation.provision_error(exc) from exc
+        with self._registering:
+            if self._num_mended != num_mended:
+                return self._keys.get(blob)  # by another thread, since we asked
+            self._keys.forget()
+            try:
+                found = self._registered(blob)
+                name = self._keys.put(blob, found or self._register(blob))
+            except ApiError as exc:
+                raise creation.provision_error(exc) from exc
+            if found == refused:
+                return None
+            self._num_mended += 1
+            return name
 
     def _registered(self, blob: str) -> str | None:
         names = mapping.key_names(self._client.ssh_keys(), blob)

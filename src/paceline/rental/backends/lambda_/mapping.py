@@ -176,7 +176,7 @@ def launch_body(
         "name": label[:_NAME_CHARS_MAX],
         "tags": [
             {"key": _LABEL_TAG, "value": label},
-            {"key": _CREATED_TAG, "value": str(int(now_s))},
+            {"key": _CREATED_TAG, "value": f"{now_s:.3f}"},
         ],
     }
     kind, _, name = image.partition(":")

@@ -2,12 +2,13 @@
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from paceline.core.waiting import wait_until
 from paceline.rental import creation, waiting
+from paceline.rental.answers import text_at
 from paceline.rental.backends.defaults import Parts, default_parts
 from paceline.rental.backends.registry import register_backend
 from paceline.rental.backends.vast import mapping
@@ -21,6 +22,7 @@ from paceline.rental.errors import (
     ProvisionError,
     RequestError,
 )
+from paceline.rental.looks import Looks, Row
 from paceline.rental.model import (
     CredentialReport,
     DeathCause,
@@ -53,6 +55,7 @@ class VastBackend:
         self._config = config or VastConfig.from_environ(self._parts.environ)
         self._client = VastClient(self._config, key=self._key, parts=self._parts.http)
         self._clock = self._parts.clock
+        self._looks = Looks(self._client.instances, clock=self._clock)
         self._ports: tuple[int, ...] = ()
         self._reach = Reach(
             status=self.status,
@@ -117,7 +120,7 @@ class VastBackend:
         """Block until it runs and ssh answers; a start that failed for good raises at once."""
         what = f"vast machine {h.instance_id}"
         waiting.wait_running(
-            waiting.failing(lambda: self.status(h), mapping.failure_of, what=what),
+            waiting.failing(self._looker(h), mapping.failure_of, what=what),
             clock=self._clock,
             timeout_s=timeout_s,
             what=what,
@@ -169,7 +172,25 @@ class VastBackend:
 
     def status(self, h: InstanceHandle) -> InstanceStatus:
         """Ask once."""
-        row = self._client.instance(h.instance_id)
+        return self._status_of(self._client.instance(h.instance_id))
+
+    def _looker(self, h: InstanceHandle) -> Callable[[], InstanceStatus]:
+        """Return how to ask for a machine: first by the listing, which many wait for, then itself.
+
+        Single reads are two seconds apart, and the end of a short run needs the next.
+        """
+        num_looks = 0
+
+        def look() -> InstanceStatus:
+            nonlocal num_looks
+            num_looks += 1
+            rows = self._looks.listing() if num_looks == 1 else ()
+            row = next((row for row in rows if text_at(row, "id") == h.instance_id), None)
+            return self.status(h) if row is None else self._status_of(row)
+
+        return look
+
+    def _status_of(self, row: Row | None) -> InstanceStatus:
         return mapping.status_of(row, now_s=self._clock.time(), ssh_user=self._config.ssh_user)
 
     def teardown(self, h: InstanceHandle, *, force: bool = False) -> None:
@@ -187,9 +208,18 @@ class VastBackend:
 
     def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:
         """Return every machine of the account, page by page; a page is one call."""
+        listed = self._handles(self._looks.listing())
+        return [h for h in listed if h.label.startswith(label_prefix)]
+
+    def listed_since(self, since_s: float) -> list[InstanceHandle] | None:
+        """Return what the newest look at machines that are waited for has listed."""
+        rows = self._looks.listed_since(since_s)
+        return None if rows is None else self._handles(rows)
+
+    def _handles(self, rows: Sequence[Row]) -> list[InstanceHandle]:
         now_s = self._clock.time()
-        handles = [mapping.handle_of(row, now_s=now_s) for row in self._client.instances()]
-        return [h for h in handles if h is not None and h.label.startswith(label_prefix)]
+        handles = (mapping.handle_of(row, now_s=now_s) for row in rows)
+        return [h for h in handles if h is not None]
 
     def stop(self, h: InstanceHandle) -> None:
         """Halt it; its disk bills on, and its GPUs may be given away."""
