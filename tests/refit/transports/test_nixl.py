@@ -215,6 +215,20 @@ def test_parts_of_a_batch_and_above() -> None:
     sink.close()
 
 
+def test_an_agent_at_rest_takes_no_core() -> None:
+    """NIXL's thread waits for what comes; as its own front sets it up it would never sleep."""
+    source = Process("serve", "4096")
+    source.listen()
+    used: list[int] = []
+    for _ in range(2):
+        fields = Path(f"/proc/{source.popen.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        used.append(int(fields[11]) + int(fields[12]))
+        if len(used) == 1:
+            system_clock().sleep(0.5)
+    source.end()
+    assert used[1] - used[0] < 0.1 * os.sysconf("SC_CLK_TCK")
+
+
 class CountingDoor(HttpObjectReader):
     """Counts what is asked for."""
 

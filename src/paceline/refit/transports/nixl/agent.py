@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from nixl import _bindings as bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import (
+    nixlAgentConfig,
     nixlBackendError,
     nixlCancelledError,
     nixlInvalidParamError,
@@ -47,6 +49,34 @@ _ERRORS = (
     nixlUnknownError,
     RuntimeError,
 )
+
+
+_LOOK_ANYWAY_US = 10_000
+"""How long NIXL's thread waits for something to come before it looks by itself."""
+_building = threading.Lock()
+
+
+class _SleepingConfig(nixlAgentConfig):  # type: ignore[misc] # NIXL has no types
+    """Has a delay, where NIXL's own front always sets 0: that is a thread that takes a core."""
+
+    @property
+    def pthrDelay(self) -> int:  # noqa: N802 - NIXL's word
+        return int(nixlAgentConfig.pthrDelay.__get__(self))
+
+    @pthrDelay.setter
+    def pthrDelay(self, value: int) -> None:  # noqa: N802 - NIXL's word
+        nixlAgentConfig.pthrDelay.__set__(self, value or _LOOK_ANYWAY_US)
+
+
+@contextmanager
+def _thread_that_sleeps() -> Iterator[None]:
+    """Let agents have the configuration above while they are made."""
+    with _building:
+        bindings.nixlAgentConfig = _SleepingConfig
+        try:
+            yield
+        finally:
+            bindings.nixlAgentConfig = nixlAgentConfig
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,15 +133,16 @@ class NixlAgent:
         self._listen_port = listen_port
         config: dict[str, Any] = {} if listen_port is None else {"listen_port": listen_port}
         try:
-            self._nixl: Any = nixl_agent(
-                name,
-                nixl_agent_config(
-                    backends=[backend],
-                    enable_listen_thread=listen_port is not None,
-                    sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-                    **config,
-                ),
-            )
+            with _thread_that_sleeps():
+                self._nixl: Any = nixl_agent(
+                    name,
+                    nixl_agent_config(
+                        backends=[backend],
+                        enable_listen_thread=listen_port is not None,
+                        sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+                        **config,
+                    ),
+                )
         except _ERRORS as exc:
             raise PreflightError(
                 f"NIXL cannot start an agent over {backend}: {exc}; check its installation, or "
