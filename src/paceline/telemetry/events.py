@@ -19,6 +19,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "version.failed": ("version_id", "sequence", "step", "reason"),
     "version.skipped": ("version_id", "sequence", "step", "reason"),
+    "version.left_undone": ("version_id", "sequence", "step", "reason"),
     "chain.continued": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
     "chain.broken": ("run_id", "sequence", "last_version_id", "root_digest", "reason"),
     "chain.slot": ("run_id", "slot", "incarnation", "last_version_id", "root_digest"),

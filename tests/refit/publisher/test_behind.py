@@ -34,7 +34,7 @@ from paceline.refit.publisher import (
     WhenInPlace,
     WhenLeased,
 )
-from paceline.refit.publisher.line import Job, Line, Publication
+from paceline.refit.publisher.line import Job, Line, Outcome, Publication
 from paceline.refit.trainers.protocol import TrainerEngineAdapter
 from paceline.refit.trainers.torch_module import TorchModuleTrainer
 from paceline.refit.transports.memory import MemoryObjectServer
@@ -190,6 +190,35 @@ def test_a_failure_is_raised_by_the_next_call_once(make: Make) -> None:
     with pytest.raises(PublishError, match="no room"):
         world.publish(4)
     assert world.publish(4).result().payload_format is DELTA
+
+
+class UnwillingTrainer(TorchModuleTrainer):
+    """Gets ready for the next version when it is let, and then cannot."""
+
+    gate: threading.Event | None = None
+
+    def prepare(self, *, payload_format: WeightPayloadFormat) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_S)
+            raise StagingError("no pages")
+
+    def stage_committed(self) -> Any:
+        raise StagingError("no arena")
+
+
+def test_what_follows_a_version_neither_delays_nor_fails_it(make: Make) -> None:
+    """READY is what whoever asks is told; the rest is told of, and tried on, one by one."""
+    trainer = UnwillingTrainer(clock=FakeClock(), arenas=4, transport="memory")
+    world = make(trainer=trainer, anchor_every=1)
+    trainer.gate = threading.Event()
+    assert world.publish(0).result(WAIT_S).payload_format is FULL  # prepare waits
+    trainer.gate.set()
+    second = world.publish(1).result(WAIT_S)
+    assert (second.payload_format, second.anchor_error) == (DELTA, "no arena")
+    assert world.publisher.flush(timeout_s=WAIT_S)
+    assert world.names() == ["version.published", "version.left_undone"] * 2
+    assert world.told[1][1]["reason"] == "no pages"
+    assert set(EVENT_FIELDS["version.left_undone"]) <= world.told[1][1].keys()
 
 
 def test_a_delta_behind_a_failed_one_has_the_base_of_before(make: Make) -> None:
@@ -559,6 +588,7 @@ def test_closing_has_an_end() -> None:
 
 def _wait(gate: threading.Event) -> Any:
     assert gate.wait(WAIT_S)
+    return Outcome(version=None)  # type: ignore[arg-type] # nobody asks
 
 
 def test_failed_uploads_and_failed_creates_leave_nothing(make: Make) -> None:

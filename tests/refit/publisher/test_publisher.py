@@ -86,7 +86,9 @@ class World:
 
     def publish(self, step: int = 0) -> PublishedVersion:
         self.step()
-        return self.publisher.publish(step=step).result()
+        published = self.publisher.publish(step=step).result()
+        assert self.publisher.flush(timeout_s=20)  # what follows a version is done too
+        return published
 
     def states(self) -> dict[str, str]:
         return {uid: str(version.state) for uid, version in self.control.versions.items()}

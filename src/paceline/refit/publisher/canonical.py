@@ -38,7 +38,14 @@ from paceline.refit.model import (
 )
 from paceline.refit.publisher.capturing import Capturer
 from paceline.refit.publisher.in_place import HasStepHook
-from paceline.refit.publisher.line import Job, Line, Publication, tell_failure
+from paceline.refit.publisher.line import (
+    Job,
+    Line,
+    Outcome,
+    Publication,
+    tell_failure,
+    tell_left_undone,
+)
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.values import (
     Notify,
@@ -94,7 +101,10 @@ class CanonicalPublisher:
         self._clock = clock
         self._options = options
         self._notify = notify
-        self._line = Line(on_failure=partial(tell_failure, notify))
+        self._line = Line(
+            on_failure=partial(tell_failure, notify),
+            on_left_undone=partial(tell_left_undone, notify),
+        )
         self._capturer = Capturer(
             trainer=trainer,
             line=self._line,
@@ -199,9 +209,7 @@ class CanonicalPublisher:
         )
         return publication
 
-    def _publish(
-        self, publication: Publication, captured: object, started: float
-    ) -> PublishedVersion:
+    def _publish(self, publication: Publication, captured: object, started: float) -> Outcome:
         staged = self._capturer.stage(captured, WeightPayloadFormat.FULL_TENSOR)
         try:
             published = self._bring_out(
@@ -210,9 +218,13 @@ class CanonicalPublisher:
         except BaseException:
             self._chain.discard_staged(staged)
             raise
-        self._capturer.prepare()
-        self._notify("version.published", published.to_fields())
-        return published
+        return Outcome(
+            version=published,
+            then=(
+                lambda: self._notify("version.published", published.to_fields()),
+                self._capturer.prepare,
+            ),
+        )
 
     def _bring_out(
         self, staged: StagedWeightVersionShardData, *, sequence: int, step: int, started: float

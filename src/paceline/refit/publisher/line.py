@@ -1,23 +1,28 @@
 """Publications one after another, behind training: one thread, in the order of the calls.
 
 Training hands a capture over and goes on. How a publication ended is asked of it; a failure that
-nobody asked about is raised by the next call of the training loop.
+nobody asked about is raised by the next call of the training loop. What follows a version that is
+READY neither delays the answer nor changes it.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
-from paceline.core.errors import DeadlineExceededError
+from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import ControlUnavailableError, PublishError, VersionSkippedError
 from paceline.refit.publisher.values import Notify, PublishedVersion
 
 log = logging.getLogger(__name__)
+
+
+OnFailure: TypeAlias = "Callable[[Publication, BaseException], None]"
 
 
 class PublicationState(StrEnum):
@@ -122,21 +127,47 @@ def tell_failure(notify: Notify, publication: Publication, cause: BaseException)
         notify(name, publication.to_fields(cause))
 
 
+def tell_left_undone(notify: Notify, publication: Publication, cause: BaseException) -> None:
+    """Say in the log and to the run what was not done after a version was READY."""
+    is_ours = isinstance(cause, PacelineError)
+    name = publication.version_id
+    log.warning("after version %s was READY: %s", name, cause, exc_info=None if is_ours else cause)
+    notify("version.left_undone", publication.to_fields(cause))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A version that is READY, and what is left to do behind it."""
+
+    version: PublishedVersion
+    then: Sequence[Callable[[], None]] = ()
+    """Each is tried, in this order; one that fails is told of, and is not the version's failure."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A publication, how to carry it out, and how to give back what it holds otherwise."""
 
     publication: Publication
-    work: Callable[[], PublishedVersion]
+    work: Callable[[], Outcome]
     give_back: Callable[[], None]
 
 
 class Line:
     """Carries jobs out in their order."""
 
-    def __init__(self, *, on_failure: Callable[[Publication, BaseException], None]) -> None:
-        """Take who is told of a job that failed or was dropped; it must not raise."""
+    def __init__(
+        self,
+        *,
+        on_failure: OnFailure,
+        on_left_undone: OnFailure = lambda publication, cause: None,
+    ) -> None:
+        """Take who is told of a job that failed or was dropped, and who of what followed one.
+
+        Neither may raise.
+        """
         self._on_failure = on_failure
+        self._on_left_undone = on_left_undone
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._ended: list[Publication] = []
@@ -262,15 +293,25 @@ class Line:
                     return
                 job = self._jobs.popleft()
                 self._is_busy = True
-            job.publication.begin()
-            try:
-                job.publication.succeed(job.work())
-            except BaseException as exc:  # noqa: BLE001 - told to whoever asks, or the next call
-                self._on_failure(job.publication, exc)
-                job.publication.fail(exc)
+            self._carry_out(job)
             with self._changed:
                 self._is_busy = False
                 self._note_end(job.publication)
+
+    def _carry_out(self, job: Job) -> None:
+        job.publication.begin()
+        try:
+            outcome = job.work()
+        except BaseException as exc:  # noqa: BLE001 - told to whoever asks, or the next call
+            self._on_failure(job.publication, exc)
+            job.publication.fail(exc)
+            return
+        job.publication.succeed(outcome.version)
+        for step in outcome.then:
+            try:
+                step()
+            except BaseException as exc:  # noqa: BLE001 - told at once: the version is out
+                self._on_left_undone(job.publication, exc)
 
     def _end_unpublished(self, job: Job, cause: PublishError) -> None:
         job.give_back()

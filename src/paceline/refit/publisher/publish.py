@@ -2,7 +2,7 @@
 
 Training stands for the capture; the rest happens behind it, one version after another. A failure
 before READY leaves the version before as it was and the base where it was; the uid is not used
-again. Old versions leave when a newer full one makes them unnecessary, and their memory comes back
+again. What fails after it is told of and leaves the version READY. Old versions leave when a newer full one makes them unnecessary, and their memory comes back
 when no lease lives.
 """
 
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from paceline.core.clock import Clock
-from paceline.core.errors import DeadlineExceededError
+from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.core.waiting import wait_until
 from paceline.refit.control.protocol import ControlPlane
 from paceline.refit.errors import (
@@ -35,7 +35,14 @@ from paceline.refit.publisher.composed import Composer
 from paceline.refit.publisher.heartbeat import Heartbeat
 from paceline.refit.publisher.in_place import HasStepHook, LiveWeights
 from paceline.refit.publisher.installed import is_installed
-from paceline.refit.publisher.line import Job, Line, Publication, tell_failure
+from paceline.refit.publisher.line import (
+    Job,
+    Line,
+    Outcome,
+    Publication,
+    tell_failure,
+    tell_left_undone,
+)
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.resuming import alone, take_up
 from paceline.refit.publisher.shelf import VersionShelf
@@ -121,7 +128,10 @@ class Publisher:
             clock=clock,
         )
         self._composer = Composer()
-        self._line = Line(on_failure=partial(tell_failure, notify))
+        self._line = Line(
+            on_failure=partial(tell_failure, notify),
+            on_left_undone=partial(tell_left_undone, notify),
+        )
         self._capturer = Capturer(
             trainer=trainer, line=self._line, shelf=self._shelf, clock=clock, options=options
         )
@@ -358,7 +368,7 @@ class Publisher:
 
     def _publish(
         self, publication: Publication, captured: object, started: float, stall_ms: float
-    ) -> PublishedVersion:
+    ) -> Outcome:
         """Do what training does not stand for; in the line's thread."""
         wanted = self._options.wanted
         try:
@@ -378,20 +388,29 @@ class Publisher:
             slot_root=version.description.root_digest,
         )
         self._due.full = False
+        publish_ms = 1000 * (self._clock.monotonic() - started)
         anchor_id, anchor_error = self._anchor(version)
-        self._compose(version, anchor_id=anchor_id)
-        self._shelf.retain(keep_old=self._options.keep_old)
-        self._shelf.release()
-        self._capturer.prepare()
         published = published_version(
             version,
-            publish_ms=1000 * (self._clock.monotonic() - started),
+            publish_ms=publish_ms,
             stall_ms=stall_ms,
             anchor_id=anchor_id,
             anchor_error=anchor_error,
         )
-        self._notify("version.published", published.to_fields())
-        return published
+        return Outcome(
+            version=published,
+            then=(
+                lambda: self._notify("version.published", published.to_fields()),
+                lambda: self._compose(version, anchor_id=anchor_id),
+                self._let_go,
+                self._capturer.prepare,
+            ),
+        )
+
+    def _let_go(self) -> None:
+        """Release what the newest version makes unnecessary."""
+        self._shelf.retain(keep_old=self._options.keep_old)
+        self._shelf.release()
 
     def _version(
         self, uid: str, staged: StagedWeightVersionShardData, *, sequence: int, step: int
@@ -429,16 +448,16 @@ class Publisher:
         is_due = sequence - self._shelf.newest_full() >= self._options.anchor_every
         if not (is_due or self._due.anchor):
             return None, None
-        staged = self._trainer.stage_committed()
-        step = version.description.step
-        anchor = self._version(anchor_uid(version.uid), staged, sequence=sequence, step=step)
-        anchor.description = replace(
-            anchor.description, parent_root=version.description.parent_root
-        )
         self._due.anchor = True
         try:
+            staged = self._trainer.stage_committed()
+            step = version.description.step
+            anchor = self._version(anchor_uid(version.uid), staged, sequence=sequence, step=step)
+            anchor.description = replace(
+                anchor.description, parent_root=version.description.parent_root
+            )
             self._advertiser.bring_out(anchor)
-        except (PublishError, ControlError) as exc:
+        except PacelineError as exc:
             return None, str(exc)
         self._due.anchor = False
         return anchor.uid, None
