@@ -4,6 +4,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -11,14 +12,18 @@ import pytest
 from paceline.core.errors import PreflightError
 from paceline.core.registry import load_entry
 from paceline.core.retry import RetryPolicy
+from paceline.core.waiting import wait_until
 from paceline.refit.errors import FetchError, StagingError
 from paceline.refit.model import ObjectRange
 from paceline.refit.staging.shelf import ObjectShelf
+from paceline.refit.transports.http.connection import Connection
+from paceline.refit.transports.http.kept import KEPT_MAX, KEPT_S, KeptConnections
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
 from paceline.refit.transports.http.server import HttpObjectServer, HttpServerOptions
 from paceline.refit.transports.memory import MemoryObjectReader, MemoryObjectServer
 from paceline.refit.transports.protocol import read_object
 from paceline.refit.transports.registry import OBJECT_READERS, OBJECT_SERVERS
+from paceline.system import system_clock
 from paceline.testing.clock import FakeClock
 from paceline.testing.contracts.transport import Link, TransportContract
 from paceline.testing.faults import (
@@ -297,6 +302,60 @@ def test_too_many_connections_are_turned_away() -> None:
     assert held.recv(12) == b"HTTP/1.1 401"
     held.close()
     server.close()
+
+
+def wait_until_resting(server: HttpObjectServer) -> socket.socket:
+    """Wait until a connection is waiting for its next request, and return the server's end."""
+    found: list[socket.socket] = []
+    wait_until(
+        lambda: bool(found.extend(server._listener._resting) or found),
+        what="a connection at rest",
+        clock=system_clock(),
+        timeout_s=20,
+        interval_s=0.005,
+    )
+    return found[0]
+
+
+def test_who_was_answered_may_rest_and_gives_way() -> None:
+    """Between slow steps a connection stays, longer than a request may take to arrive."""
+    options = HttpServerOptions(connections_max=1, io_timeout_s=20, rest_s=500)
+    server = HttpObjectServer(token=lambda: TOKEN, options=options)
+    server.serve_object("ab", [memoryview(DATA)])
+    first, second = reader_of(), reader_of()
+    for _ in range(2):
+        assert fetch(first, server.endpoint) == DATA
+        resting = wait_until_resting(server)
+        assert resting.gettimeout() == 500
+    assert fetch(second, server.endpoint) == DATA  # there was room for one
+    assert wait_until_resting(server) is not resting
+    assert fetch(first, server.endpoint) == DATA  # it finds its own closed, and opens another
+    wait_until_resting(server)
+    stranger = http.client.HTTPConnection(*address_of(server), timeout=5)
+    stranger.request("GET", "/", headers={"Authorization": "Bearer guessed"})
+    assert stranger.getresponse().read()
+    assert not server._listener._resting
+    assert [each.gettimeout() for each in server._listener._open] == [20]
+    for each in (stranger, first, second, server):
+        each.close()
+
+
+def test_kept_connections_are_few_and_young() -> None:
+    """Those of endpoints that nobody asks any more go too."""
+    clock = FakeClock()
+    kept = KeptConnections(clock)
+    made = {name: Connection(f"http://{name}", tls=None) for name in ("gone", "here")}
+    closed: list[Connection] = []
+    for each in made.values():
+        each.close = partial(closed.append, each)  # type: ignore[method-assign]
+    kept.give_back("gone", made["gone"])
+    clock.sleep(KEPT_S + 1)
+    for _ in range(KEPT_MAX + 1):
+        kept.give_back("here", made["here"])
+    assert closed == [made["gone"], made["here"]]
+    assert (kept.take("gone"), kept.take("here")) == (None, made["here"])
+    kept.close()
+    assert kept.take("here") is None
 
 
 def test_withdraw_cuts_a_reader_that_does_not_take() -> None:

@@ -17,6 +17,7 @@ IDLE_S_MAX = 30.0
 """How long a source may be silent; then the connection is given up and the transfer resumed."""
 _LOOK_UP_S = 0.2
 """How often a blocked read looks whether it is still wanted."""
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -100,6 +101,7 @@ class Connection(http.client.HTTPConnection):
         if not self._connect_shorter(patience):
             self.timeout = patience.left_s()
             super().connect()
+        stay_known(self.sock)
         found: _PlainSocket | _TlsSocket
         if self._tls is None:
             found = _PlainSocket(fileno=self.sock.detach())
@@ -132,6 +134,13 @@ class Connection(http.client.HTTPConnection):
             self.sock.settimeout(patience.left_s())
         self.request("GET", path, headers=headers)
         return self.getresponse()
+
+
+def stay_known(connection: socket.socket) -> None:
+    """Have boxes between two hosts remember a connection that rests, and notice a dead peer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def tls_context(trusted: bytes | None) -> ssl.SSLContext:

@@ -21,12 +21,11 @@ from paceline.refit.transports.http.connection import (
     expect_status,
     tls_context,
 )
+from paceline.refit.transports.http.kept import KeptConnections
 from paceline.refit.transports.http.run import Cursor, Share, shares_of
 from paceline.refit.transports.protocol import Part, ReadPlan, Terms, TransferRecord
 from paceline.refit.transports.routes import Routes
 
-_KEPT_MAX = 8
-"""Idle connections per endpoint."""
 _RECEIVE_BYTES = 2**20
 _SHARE_BYTES_MIN = 4 * 2**20
 """Less than this is not worth a further stream."""
@@ -77,8 +76,7 @@ class HttpObjectReader:
         self._token = token
         self._chance = chance
         self._tls = tls_context(self.options.trusted)
-        self._idle: dict[str, list[Connection]] = {}
-        self._lock = threading.Lock()
+        self._kept = KeptConnections(clock)
 
     @property
     def transport(self) -> str:
@@ -117,18 +115,14 @@ class HttpObjectReader:
 
     def close(self) -> None:
         """Give idle connections back; idempotent."""
-        with self._lock:
-            found = [item for items in self._idle.values() for item in items]
-            self._idle.clear()
-        for connection in found:
-            connection.close()
+        self._kept.close()
 
     def open_request(
         self, endpoint: str, path: str, headers: dict[str, str], patience: Patience
     ) -> tuple[Connection, http.client.HTTPResponse]:
         """Send a request over a kept connection, or over a new one if that was closed."""
         sent = {"Authorization": f"Bearer {self._token()}", **headers}
-        kept = self._take_idle(endpoint)
+        kept = self._kept.take(endpoint)
         if kept is not None:
             try:
                 return kept, kept.ask(path, sent, patience)
@@ -149,12 +143,7 @@ class HttpObjectReader:
 
     def give_back(self, endpoint: str, connection: Connection) -> None:
         """Keep a connection whose answer was read to the end."""
-        with self._lock:
-            kept = self._idle.setdefault(endpoint, [])
-            if len(kept) < _KEPT_MAX:
-                kept.append(connection)
-                return
-        connection.close()
+        self._kept.give_back(endpoint, connection)
 
     def persist(
         self, attempt: Callable[[Patience], _T], *, what: str, source: str, terms: Terms
@@ -188,11 +177,6 @@ class HttpObjectReader:
                         source=source,
                     ) from exc
                 self.clock.sleep(delay_s)
-
-    def _take_idle(self, endpoint: str) -> Connection | None:
-        with self._lock:
-            kept = self._idle.get(endpoint)
-            return kept.pop() if kept else None
 
     def _split(self, address: str) -> tuple[str, str]:
         try:

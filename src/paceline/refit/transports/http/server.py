@@ -1,7 +1,8 @@
 """Objects and manifests over HTTP/1.1: ranges, keep-alive, TLS, a bearer token, no copies.
 
 The standard library's threading server sends straight out of staged buffers. Every way a
-peer can be slow or rude is bounded: connections, time per read, time per megabyte sent.
+peer can be slow or rude is bounded: connections, time per read, time per megabyte sent. Between
+requests there is more time, for those who have presented the token.
 """
 
 import errno
@@ -29,6 +30,7 @@ from paceline.refit.transports.address import (
     manifest_path,
     parse_path,
 )
+from paceline.refit.transports.http.connection import stay_known
 
 _SEND_BYTES = 2**20
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
@@ -42,8 +44,11 @@ class HttpServerOptions:
     """The name that readers use; the bound one by default."""
     io_timeout_s: float = 30.0
     """For a request to arrive, and for each MiB of a reply to be taken."""
+    rest_s: float = 300.0
+    """How long a connection that was answered on may wait for its next request: steps are slow, and
+    over a long way a new connection costs several round trips."""
     connections_max: int = 128
-    """Further ones are answered 503."""
+    """For further ones those give way that wait; if none does they are answered 503."""
     withdraw_patience_s: float = 10.0
     """How long readers may finish when an object goes; then they are cut."""
     tls: "HttpTlsFiles | None" = None
@@ -164,6 +169,8 @@ class _Listener(ThreadingHTTPServer):
     def __init__(self, owner: HttpObjectServer, host: str, port: int) -> None:
         self.owner = owner
         self._open: set[socket.socket] = set()
+        self._resting: dict[socket.socket, None] = {}
+        """Those that wait for their next request, the longest first."""
         self._lock = threading.Lock()
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -177,6 +184,7 @@ class _Listener(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
+        stay_known(connection)
         if self._certificate is not None:
             # The handshake waits for the peer: that is for the connection's own thread.
             connection = self._certificate.context().wrap_socket(
@@ -186,6 +194,11 @@ class _Listener(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
+            if len(self._open) >= self.owner.options.connections_max and self._resting:
+                longest = next(iter(self._resting))
+                del self._resting[longest]
+                self._open.discard(longest)
+                cut(longest)
             is_full = len(self._open) >= self.owner.options.connections_max
             if not is_full:
                 self._open.add(request)
@@ -194,9 +207,21 @@ class _Listener(ThreadingHTTPServer):
         else:
             super().process_request(request, client_address)
 
+    def rest(self, request: socket.socket) -> None:
+        """Note that a connection waits for its next request."""
+        with self._lock:
+            if request in self._open:  # else it has just been cut
+                self._resting[request] = None
+
+    def wake(self, request: socket.socket) -> None:
+        """Note that a request has begun to arrive."""
+        with self._lock:
+            self._resting.pop(request, None)
+
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._open.discard(request)
+            self._resting.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -281,14 +306,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.owner = self.server.owner
+        self._is_known = False
+        """It has presented the token."""
         super().setup()
         self.connection.settimeout(self.owner.options.io_timeout_s)
         if isinstance(self.connection, ssl.SSLSocket):
             self.connection.do_handshake()
 
+    def handle_one_request(self) -> None:
+        if self._is_known:
+            self.connection.settimeout(self.owner.options.rest_s)
+            self.server.rest(self.connection)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        self.server.wake(self.connection)
+        self.connection.settimeout(self.owner.options.io_timeout_s)
+        return super().parse_request()
+
     def do_GET(self) -> None:
         """Answer one request."""
-        if not self._is_allowed():
+        self._is_known = self._is_allowed()
+        if not self._is_known:
             self._refuse(HTTPStatus.UNAUTHORIZED, {"WWW-Authenticate": "Bearer"})
             return
         match parse_path(self.path):
