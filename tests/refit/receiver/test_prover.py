@@ -7,7 +7,7 @@ import pytest
 
 from paceline.refit.errors import NoRoomError, VerifyError
 from paceline.refit.model import TensorBuffer
-from paceline.refit.receiver.pieces import Piece, pieces_of
+from paceline.refit.receiver.pieces import Piece, Proof, Stretches, pieces_of
 from paceline.refit.receiver.prover import Proofs, Prover
 from paceline.testing.payloads import full_payload
 
@@ -59,21 +59,55 @@ def piece(*, by_content: bool = True) -> tuple[Piece, memoryview]:
     return found, memoryview(bytearray(WHOLE[start : start + found.wanted.size]))
 
 
-def unasked(data: memoryview) -> None:
-    raise AssertionError("it has been hashed as it came")
-
-
 def test_what_this_core_has_moved_is_hashed_at_once_and_once() -> None:
     """Told of all its bytes in their order, nobody reads them a second time."""
     item, data = piece()
+    begun: list[Proof] = []
+
+    def begin() -> Proof:
+        begun.append(item.begin())
+        return begun[-1]
+
     with Prover(1) as prover:
-        proofs = Proofs(prover, [(replace(item, check=unasked), data)])
+        proofs = Proofs(prover, [(replace(item, begin=begin), data)])
         proofs.on_bytes(0, 0, 400)
         proofs.on_bytes(0, 400, len(data))
         assert proofs.found == {}
         proofs.on_part(0)
         assert proofs.found[0].done()
     assert proofs.found[0].result() is None
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 333, 999, 1000, 5000])
+@pytest.mark.parametrize("by_content", [True, False])
+def test_a_piece_in_stretches_is_proven_as_one(size: int, *, by_content: bool) -> None:
+    """Whoever moved a stretch, and however often it was begun, it counts once, in its place."""
+    item, data = piece(by_content=by_content)
+    kept = bytearray(item.wanted.offset + len(data))
+
+    def keep(offset: int, found: memoryview) -> None:
+        kept[offset : offset + len(found)] = found
+
+    for flip in (-1, 0, 450, len(data) - 1):
+        stretches = Stretches(replace(item, keep=keep), size)
+        for number, each in enumerate(stretches):
+            start = each.wanted.offset - item.wanted.offset
+            part = memoryview(bytearray(data[start : start + each.wanted.size]))
+            if start <= flip < start + each.wanted.size:
+                part[flip - start] ^= 1
+            with Prover(1) as prover:
+                proofs = Proofs(prover, [(each, part)])
+                if number % 2:
+                    proofs.on_bytes(0, 0, len(part) - number % 3)  # or not to its end
+                proofs.on_part(0)
+                proofs.found[0].result(20)
+        if flip < 0:
+            stretches.finish()
+            assert kept[item.wanted.offset :] == data
+        else:
+            with pytest.raises(VerifyError):
+                stretches.finish()
 
 
 @pytest.mark.parametrize("stretches", [[], [(0, 400)], [(400, 1000)], [(0, 400), (500, 1000)]])
@@ -101,7 +135,8 @@ def test_only_proven_bytes_are_kept(*, is_told: bool) -> None:
     item, data = piece()
     kept: list[bytes] = []
 
-    def keep(found: memoryview) -> None:
+    def keep(offset: int, found: memoryview) -> None:
+        assert offset == item.wanted.offset
         if kept:
             raise NoRoomError("the disk is full")
         kept.append(bytes(found))

@@ -68,7 +68,7 @@ def test_files_grow_by_need(tmp_path: Path) -> None:
     assert inode(larger) == was
     assert len(larger.view) == 3 * SIZE
     larger.write(3 * SIZE - 2, memoryview(b"zz"))
-    larger.room(0, 2)[:] = b"yy"
+    larger.write(0, memoryview(b"yy"))
     assert bytes(larger.view[:2]) + bytes(larger.view[-2:]) == b"yyzz"
 
 
@@ -137,18 +137,6 @@ def test_a_spool_goes_with_its_files(small_disk: Path) -> None:
     assert free_bytes(small_disk) == SMALL_DISK_BYTES - SIZE
     del view
     assert free_bytes(small_disk) == SMALL_DISK_BYTES
-
-
-def test_a_disk_that_breaks_its_word_kills_nobody(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for storing is asked for once more before anything is stored."""
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: os.ftruncate(fd, at + size))
-    spooled = Disk(small_disk).spool.open(SMALL_DISK_BYTES)
-    (small_disk / "filler").write_bytes(bytes(SMALL_DISK_BYTES - SIZE))
-    spooled.room(0, SIZE // 2)[:] = bytes(SIZE // 2)
-    with pytest.raises(NoRoomError, match="cannot be kept: No space left"):
-        spooled.room(SIZE // 2, SIZE)
 
 
 def served(num_elements: int) -> tuple[Manifest, bytes, MemoryObjectServer]:

@@ -321,6 +321,7 @@ def test_a_receivers_fetch(trouble: str, num_kept: int) -> None:
     reads = itertools.count()
 
     def between_reads() -> None:
+        assert len(sink._agent._registered) <= 1  # the window; never a file
         if trouble == "goes" and next(reads) == 3:
             first.close()
 

@@ -92,7 +92,12 @@ def object_id_of(chunk_sha256: Sequence[str]) -> str:
 
 def verify_chunk(item: PayloadObject, index: int, data: memoryview) -> None:
     """Refuse bytes that are not chunk ``index`` of the object. Raises VerifyError."""
-    if hashlib.sha256(data).hexdigest() != item.chunk_sha256[index]:
+    expect_chunk(item, index, hashlib.sha256(data).hexdigest())
+
+
+def expect_chunk(item: PayloadObject, index: int, sha256: str) -> None:
+    """Refuse a hash that is not that of chunk ``index`` of the object. Raises VerifyError."""
+    if sha256 != item.chunk_sha256[index]:
         raise VerifyError(
             f"object {item.object_id[:12]}: chunk {index} does not have its hash; "
             "fetch it again from another source"

@@ -2,8 +2,8 @@
 
 Training stands for the capture; the rest happens behind it, one version after another. A failure
 before READY leaves the version before as it was and the base where it was; the uid is not used
-again. What fails after it is told of and leaves the version READY. Old versions leave when a newer full one makes them unnecessary, and their memory comes back
-when no lease lives.
+again. What fails after it is told of and leaves the version READY. Old versions leave when a newer
+full one makes them unnecessary, and their memory comes back when no lease lives.
 """
 
 import logging
@@ -51,7 +51,6 @@ from paceline.refit.publisher.values import (
     Head,
     Notify,
     OwnVersion,
-    PublishedVersion,
     PublisherOptions,
     WeightSource,
     anchor_uid,

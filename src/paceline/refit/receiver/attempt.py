@@ -12,6 +12,7 @@ from paceline.refit.errors import (
     TransferCancelledError,
     VerifyError,
 )
+from paceline.refit.model import ObjectRange
 from paceline.refit.receiver.pieces import Target
 from paceline.refit.receiver.prover import Proofs, Prover
 from paceline.refit.transports.protocol import (
@@ -31,6 +32,11 @@ class Tools:
     clock: Clock
     prover: Prover
     on_record: Callable[[TransferRecord], None]
+
+
+def lying(endpoint: str, found: VerifyError, wanted: ObjectRange) -> LyingSourceError:
+    """Return the blame for a source of other bytes than it should have."""
+    return LyingSourceError(f"{endpoint} is to be avoided: {found}", source=endpoint, wanted=wanted)
 
 
 class Attempt:
@@ -106,11 +112,8 @@ class Attempt:
             try:
                 found.result()
             except VerifyError as exc:
-                self.problem = LyingSourceError(
-                    f"{self._endpoint} is to be avoided: {exc}",
-                    source=self._endpoint,
-                    wanted=self._targets[self._keys[index]][0].wanted,
-                )
+                wanted = self._targets[self._keys[index]][0].wanted
+                self.problem = lying(self._endpoint, exc, wanted)
             except NoRoomError as exc:
                 self.no_room = exc
 

@@ -2,6 +2,7 @@
 
 A payload is fetched window by window, into memory that is used again for the next. Within one,
 every piece is proven, while it is still in the cache, and put where it waits as the next travels.
+What is larger than a window comes in stretches and is proven at its end.
 A source that is cut, gone or slow is helped out by another; one that lies is not asked again. What
 comes out is whole and proven, or an error: nobody sees anything in between. Where receivers serve
 each other, ``spread`` takes the place of the windows.
@@ -12,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +23,15 @@ from paceline.refit.manifest.parse import MANIFEST_BYTES_MAX
 from paceline.refit.manifest.signature import Trust, parse_signed
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import ObjectRange, Replica, Shard
-from paceline.refit.receiver.attempt import Attempt, Tools
-from paceline.refit.receiver.pieces import Piece, Target, chunk_pieces, pieces_of, windows_of
+from paceline.refit.receiver.attempt import Attempt, Tools, lying
+from paceline.refit.receiver.pieces import (
+    Piece,
+    Stretches,
+    Target,
+    chunk_pieces,
+    pieces_of,
+    windows_of,
+)
 from paceline.refit.receiver.prover import Prover
 from paceline.refit.receiver.spool import Spool, Spooled
 from paceline.refit.receiver.spread import Order, Spread
@@ -210,7 +219,11 @@ class Fetcher:
             )
             for window in windows_of(pieces, bytes_max=self._limits.window_bytes):
                 targets = place(window, session.window)
-                self._fetch_window(tools, targets, endpoints)
+                piece, memory = targets[0]
+                if memory.nbytes < piece.wanted.size:
+                    self._fetch_long(tools, piece, memory, endpoints)
+                else:
+                    self._fetch_window(tools, targets, endpoints)
                 yield targets
 
     def _endpoints(self, sources: Sequence[Shard]) -> Sequence[str]:
@@ -241,18 +254,74 @@ class Fetcher:
                 return
         raise _one_of(problems)
 
+    def _fetch_long(
+        self, tools: Tools, piece: Piece, memory: memoryview, endpoints: Sequence[str]
+    ) -> None:
+        """Get a piece through memory that is smaller, all of it from one source.
+
+        Until its last byte nothing is proven, so it is nobody's to help out with: who is slow is
+        left for another, and waited for if there is no other.
+        """
+        limits, problems = self._limits, list[FetchError | VerifyError]()
+        patience = [limits.read_timeout_s]
+        if len(endpoints) > 1:
+            patience.insert(0, min(limits.hedge_after_s, limits.read_timeout_s))
+        for patience_s, endpoint in product(patience, endpoints):
+            if endpoint in self._liars:
+                continue
+            problem = self._try_long(tools, piece, memory, endpoint, patience_s=patience_s)
+            if problem is None:
+                return
+            problems.append(problem)
+        raise _one_of(problems)
+
+    def _try_long(
+        self,
+        tools: Tools,
+        piece: Piece,
+        memory: memoryview,
+        endpoint: str,
+        *,
+        patience_s: float,
+    ) -> FetchError | VerifyError | None:
+        """Read such a piece from one source, and return why that was not possible."""
+        stretches = Stretches(piece, memory.nbytes)
+        for each in stretches:
+            self._parts.between_reads()
+            target = (each, memory[: each.wanted.size])
+            good, problems = self._try(tools, {0: target}, endpoint, silence_s_max=patience_s)
+            if not good:
+                return _one_of(problems)
+        try:
+            stretches.finish()
+        except VerifyError as exc:
+            self._liars.add(endpoint)
+            lie = lying(endpoint, exc, piece.wanted)
+            tools.on_record(
+                TransferRecord(
+                    transport=tools.reader.transport,
+                    source=endpoint,
+                    num_bytes=0,
+                    seconds=0.0,
+                    problem=str(lie),
+                )
+            )
+            return lie
+        return None
+
     def _try(
         self,
         tools: Tools,
         targets: Mapping[int, Target],
         endpoint: str,
         *,
-        spare: Sequence[str],
+        spare: Sequence[str] = (),
+        silence_s_max: float | None = None,
     ) -> tuple[set[int], Sequence[FetchError | VerifyError]]:
         """Read from ``endpoint``, and from a spare one too if nothing comes for a while."""
         attempt = Attempt(tools, endpoint, targets)
         rules = WatchRules(
-            silence_s_max=self._limits.read_timeout_s,
+            silence_s_max=silence_s_max or self._limits.read_timeout_s,
             hedge_after_s=self._limits.hedge_after_s,
             timeout_s=self._limits.read_timeout_s * len(targets),
             between_reads=self._parts.between_reads,
@@ -284,15 +353,14 @@ def _provers() -> int:
 def _targets(
     pieces: Sequence[Piece], window: memoryview, objects: Mapping[str, Spooled]
 ) -> dict[int, Target]:
-    """Give each piece its place in the window; what is larger goes where it stays at once."""
-    found: dict[int, Target] = {}
-    for index, (piece, room) in enumerate(_rooms(pieces, window)):
-        wanted, data = piece.wanted, objects[piece.wanted.object_id]
-        if room is None:
-            found[index] = (piece, data.room(wanted.offset, wanted.size))
-        else:
-            found[index] = (replace(piece, keep=partial(data.write, wanted.offset)), room)
-    return found
+    """Give each piece its place in the window; one that is larger comes through all of it."""
+    return {
+        index: (
+            replace(piece, keep=objects[piece.wanted.object_id].write),
+            window if room is None else room,
+        )
+        for index, (piece, room) in enumerate(_rooms(pieces, window))
+    }
 
 
 def _places(pieces: Sequence[Piece], window: memoryview) -> dict[int, Target]:

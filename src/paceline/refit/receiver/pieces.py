@@ -1,28 +1,55 @@
 """What a payload is fetched in: ranges that can each be proven alone. No I/O."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import xxhash
 
 from paceline.refit.errors import VerifyError
-from paceline.refit.manifest.payload import verify_chunk
+from paceline.refit.manifest.payload import expect_chunk
 from paceline.refit.manifest.v1 import Manifest, PayloadObject, Segment
 from paceline.refit.model import ObjectRange, TensorEntry
 
 
-class Proof(Protocol):
-    """The bytes of one piece, hashed as they come."""
+class Hasher(Protocol):
+    """What ``hashlib`` and ``xxhash`` make."""
 
     def update(self, data: memoryview, /) -> None:
         """Take the next bytes, in their order."""
         ...
 
+    def hexdigest(self) -> str:
+        """Return the hash of what was taken."""
+        ...
+
+    def copy(self) -> Self:
+        """Return one that has taken the same."""
+        ...
+
+
+class Proof:
+    """The bytes of one piece, hashed as they come."""
+
+    def __init__(self, hasher: Hasher, judge: Callable[[str], None]) -> None:
+        """``judge`` raises VerifyError for the hash of other bytes than the piece has."""
+        self._hasher = hasher
+        self._judge = judge
+        self.update = hasher.update
+
+    def fork(self) -> "Proof":
+        """Return one that goes on from here by itself."""
+        return Proof(self._hasher.copy(), self._judge)
+
+    def told(self, judge: Callable[[str], None]) -> "Proof":
+        """Return this one under another judge."""
+        return Proof(self._hasher, judge)
+
     def finish(self) -> None:
         """Raise VerifyError for other bytes than the piece has."""
-        ...
+        self._judge(self._hasher.hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,13 +57,12 @@ class Piece:
     """A range of an object, and the proof of its bytes."""
 
     wanted: ObjectRange
-    check: Callable[[memoryview], None]
-    """Raises VerifyError for other bytes."""
-    begin: Callable[[], Proof] | None = None
-    """Proves the same little by little; None where the hash is so slow that it belongs elsewhere
-    than between two reads."""
-    keep: Callable[[memoryview], None] | None = None
-    """Puts proven bytes where they wait; None leaves them where they are. Raises NoRoomError."""
+    begin: Callable[[], Proof]
+    is_fast: bool
+    """The hash runs at the speed of memory; a slow one belongs elsewhere than between two reads."""
+    keep: Callable[[int, memoryview], None] | None = None
+    """Puts proven bytes where they wait, by their place in the object; None leaves them where they
+    are. Raises NoRoomError."""
 
 
 Target = tuple[Piece, memoryview]
@@ -78,11 +104,53 @@ def windows_of(pieces: Sequence[Piece], *, bytes_max: int) -> Iterator[Sequence[
         yield window
 
 
+class Stretches:
+    """A piece that is larger than a window, window by window, and proven at its end.
+
+    All of them come from one source: it is known then who is to blame.
+    """
+
+    def __init__(self, piece: Piece, size: int) -> None:
+        self._piece = piece
+        self._size = size
+        self._so_far = piece.begin()
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the stretches; each is read and finished before the next."""
+        whole = self._piece.wanted
+        for start in range(0, whole.size, self._size):
+            wanted = replace(
+                whole,
+                offset=whole.offset + start,
+                size=min(self._size, whole.size - start),
+            )
+            yield replace(self._piece, wanted=wanted, begin=self._begin)
+
+    def finish(self) -> None:
+        """Raise VerifyError for other bytes than the piece has."""
+        self._so_far.finish()
+
+    def _begin(self) -> Proof:
+        proof = self._so_far.fork()
+
+        def go_on(_: str) -> None:
+            self._so_far = proof
+
+        return proof.told(go_on)
+
+
 def _by_chunk(item: PayloadObject) -> Iterator[Piece]:
     for index, offset in enumerate(range(0, item.num_bytes, item.chunk_bytes)):
         size = min(item.chunk_bytes, item.num_bytes - offset)
-        wanted = ObjectRange(object_id=item.object_id, offset=offset, size=size)
-        yield Piece(wanted=wanted, check=partial(verify_chunk, item, index))
+        yield Piece(
+            wanted=ObjectRange(object_id=item.object_id, offset=offset, size=size),
+            begin=partial(_chunk_proof, item, index),
+            is_fast=False,
+        )
+
+
+def _chunk_proof(item: PayloadObject, index: int) -> Proof:
+    return Proof(hashlib.sha256(), partial(expect_chunk, item, index))
 
 
 def _by_tensor(item: PayloadObject, manifest: Manifest) -> Iterator[Piece]:
@@ -100,39 +168,36 @@ def _by_tensor(item: PayloadObject, manifest: Manifest) -> Iterator[Piece]:
 
 
 def _tensor(segment: Segment, entry: TensorEntry) -> Piece:
-    def check(data: memoryview) -> None:
-        proof = _TensorProof(entry)
-        proof.update(data)
-        proof.finish()
-
     wanted = ObjectRange(object_id=segment.object_id, offset=segment.offset, size=segment.num_bytes)
-    return Piece(wanted=wanted, check=check, begin=partial(_TensorProof, entry))
+    return Piece(wanted=wanted, begin=partial(_tensor_proof, entry), is_fast=True)
 
 
-class _TensorProof:
-    """Signs Proof, by the content digest."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
-        self._hasher = xxhash.xxh3_128()
-        self.update = self._hasher.update
-
-    def finish(self) -> None:
-        entry, found = self._entry, self._hasher.hexdigest()
+def _tensor_proof(entry: TensorEntry) -> Proof:
+    def judge(found: str) -> None:
         if found != entry.digest:
             raise VerifyError(f"tensor {entry.name!r} has digest {found} instead of {entry.digest}")
+
+    return Proof(xxhash.xxh3_128(), judge)
 
 
 def _between(item: PayloadObject, start: int, stop: int) -> Piece:
     wanted = ObjectRange(object_id=item.object_id, offset=start, size=stop - start)
-    return Piece(wanted=wanted, check=lambda data: None, begin=_NoProof)
+    return Piece(wanted=wanted, begin=_no_proof, is_fast=True)
 
 
-class _NoProof:
-    """Signs Proof, for bytes that mean nothing."""
+def _no_proof() -> Proof:
+    """Return what takes any bytes: these mean nothing."""
+    return Proof(_NoHash(), lambda found: None)
+
+
+class _NoHash:
+    """Signs Hasher."""
 
     def update(self, data: memoryview, /) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+    def hexdigest(self) -> str:
+        return ""
+
+    def copy(self) -> Self:
+        return self

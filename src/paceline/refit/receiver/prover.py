@@ -60,7 +60,7 @@ class Proofs:
     def on_bytes(self, index: int, start: int, stop: int) -> None:
         """Hash what this core has just moved, if it is what the piece goes on with."""
         piece, target = self._targets[index]
-        if piece.begin is None:
+        if not piece.is_fast:
             return
         proof, size = self._begun.get(index) or (piece.begin(), 0)
         if start == size:
@@ -81,11 +81,11 @@ class Proofs:
 def _finish(piece: Piece, data: memoryview, proof: Proof | None) -> None:
     """Raises VerifyError, NoRoomError."""
     if proof is None:
-        piece.check(data)
-    else:
-        proof.finish()
+        proof = piece.begin()
+        proof.update(data)
+    proof.finish()
     if piece.keep is not None:
-        piece.keep(data)
+        piece.keep(piece.wanted.offset, data)
 
 
 def _done(job: Callable[[], None]) -> Future[None]:

@@ -5,7 +5,6 @@ before its first byte is never seen by anybody, and goes with the process. It is
 payload: pages that are there are overwritten several times faster than new ones are made.
 """
 
-import ctypes
 import errno
 import mmap
 import os
@@ -23,9 +22,6 @@ from paceline.refit.errors import NoRoomError
 
 SPARE_MAX = 4
 """A file so many times larger than a payload is left for those that need it, or goes in time."""
-_POPULATE_WRITE = 23
-"""Of madvise: Linux 5.14 and later."""
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -37,17 +33,6 @@ class Spooled:
         self.view = view
         """All of it, writable."""
         self._fd = fd
-
-    def room(self, offset: int, size: int) -> memoryview:
-        """Return a part that can be stored into: what finds no room there would kill us.
-
-        Raises:
-            NoRoomError: the disk has none, whatever it promised.
-        """
-        part = self.view[offset : offset + size]
-        if self._fd is not None and size:
-            _make_writable(part)
-        return part
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put proven bytes in their place.
@@ -200,24 +185,6 @@ def _give_back(spool: "weakref.ref[Spool]", file: _File) -> None:
     found = spool()
     if found is not None:
         found.take_back(file)
-
-
-def _make_writable(part: memoryview) -> None:
-    """Bring a part of a mapped file in as writable pages. Raises NoRoomError.
-
-    By the C library's call, which does not keep other threads from running.
-    """
-    failed = _LIBC.madvise(*_pages_of(part), ctypes.c_int(_POPULATE_WRITE))
-    if failed and ctypes.get_errno() != errno.EINVAL:  # a kernel that does not know it
-        why = ctypes.get_errno()
-        raise _cannot_be_kept(os.strerror(errno.ENOSPC if why == errno.EFAULT else why))
-
-
-def _pages_of(part: memoryview) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """Return where the first page of a part begins, and how far it is to the part's end."""
-    address = np.frombuffer(part, dtype=np.uint8).ctypes.data
-    before = address % mmap.PAGESIZE
-    return ctypes.c_void_p(address - before), ctypes.c_size_t(before + part.nbytes)
 
 
 def _cannot_be_kept(why: str | None) -> NoRoomError:
