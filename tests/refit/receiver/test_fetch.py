@@ -19,6 +19,7 @@ from paceline.refit.control.tls import KeyPair, issue, new_authority
 from paceline.refit.errors import FetchError, LyingSourceError, NoRoomError, VerifyError
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.model import Shard, TensorBuffer
+from paceline.refit.receiver.attempt import Attempt
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts
 from paceline.refit.receiver.pieces import Piece, pieces_of
 from paceline.refit.transports.http.reader import HttpObjectReader, HttpReaderOptions
@@ -222,6 +223,14 @@ def test_a_slow_source_is_hedged(server: HttpObjectServer, window: int) -> None:
     assert {record.source for record in records} == {stalled.endpoint, server.endpoint}
     reader.close()
     stalled.close()
+
+
+def test_what_is_missing_is_not_counted_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of very many tiny tensors takes as long as its pieces, not as their square."""
+    monkeypatch.setattr(Attempt, "missing", property(lambda self: pytest.fail("counted")))
+    source = MemoryObjectServer()
+    source.serve_object(OBJECT.object_id, [memoryview(DATA)])
+    assert fetch(MemoryObjectReader(), [source.endpoint, "memory://spare"]) == DATA
 
 
 def test_silence_has_an_end(server: HttpObjectServer) -> None:

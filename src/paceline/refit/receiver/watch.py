@@ -46,19 +46,21 @@ class Watch:
         """What ``between_reads`` raised."""
 
     def is_over(self) -> bool:
-        """Say whether the attempt is of no use any more."""
+        """Say whether the attempt is of no use any more.
+
+        It is asked between any two pieces: what is missing is counted only where it matters.
+        """
         with self._lock:
             silent_s = self._tools.clock.monotonic() - self._attempt.last_at
-            missing = self._attempt.missing
             if not self.hedges and self._spare and silent_s > self._rules.hedge_after_s:
-                late = {key: self._targets[key] for key in missing}
+                late = {key: self._targets[key] for key in self._attempt.missing}
                 self.hedges.append(
                     Hedge(self._tools, self._spare[0], late, timeout_s=self._rules.timeout_s)
                 )
             return (
                 self._must_stop()
                 or silent_s > self._rules.silence_s_max
-                or any(hedge.has(missing) for hedge in self.hedges)
+                or any(hedge.has(self._attempt.missing) for hedge in self.hedges)
             )
 
     def silence(self, endpoint: str) -> FetchError:
