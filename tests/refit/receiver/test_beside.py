@@ -66,3 +66,10 @@ def test_its_failure_comes_before_others() -> None:
     assert isinstance(caught.value.__context__, FetchError)
     with pytest.raises(FetchError, match="is gone"):
         leave(lambda: None, FetchError("the source is gone"))
+
+
+def test_an_interrupt_stays_one() -> None:
+    """Whoever ends the process is not told of weights instead."""
+    with pytest.raises(KeyboardInterrupt), Beside() as beside:
+        beside.start(fail)
+        raise KeyboardInterrupt

@@ -306,15 +306,15 @@ def test_too_many_connections_are_turned_away() -> None:
 
 def wait_until_resting(server: HttpObjectServer) -> socket.socket:
     """Wait until a connection is waiting for its next request, and return the server's end."""
-    found: list[socket.socket] = []
+    resting = server._listener._resting
     wait_until(
-        lambda: bool(found.extend(server._listener._resting) or found),
+        lambda: bool(resting),
         what="a connection at rest",
         clock=system_clock(),
         timeout_s=20,
         interval_s=0.005,
     )
-    return found[0]
+    return next(iter(resting))
 
 
 def test_who_was_answered_may_rest_and_gives_way() -> None:

@@ -10,7 +10,7 @@ class Beside:
     """At most one piece of work in a thread of its own; over when the block is left.
 
     What the work raises is raised by ``check`` and ``finish``, and in place of another error that
-    leaves the block: the bytes may well have failed because of it.
+    leaves the block: the bytes may well have failed because of it. An interrupt is not replaced.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class Beside:
         traceback: TracebackType | None,
     ) -> None:
         self._pool.shutdown(wait=True)
-        self.check()
+        if value is None or isinstance(value, Exception):
+            self.check()
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin."""
