@@ -6,6 +6,7 @@ page cache too, and have no limit.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from bars import Bar, at_least, best_of_rounds
 from paceline.refit.manifest.v1 import Manifest
 from paceline.refit.receiver.fetch import Fetcher, FetchLimits, FetchParts, spool_of
 from paceline.refit.receiver.pieces import Target, pieces_of
-from paceline.refit.receiver.prover import Proofs, Prover
+from paceline.refit.receiver.prover import Prover
 from paceline.refit.receiver.spool import Spool
 from paceline.refit.transports.http.reader import HttpObjectReader
 from paceline.refit.transports.http.server import HttpObjectServer
@@ -92,11 +93,16 @@ def _read_raw(agent: NixlAgent, read: object) -> None:
 
 def _read_proven(plan: ReadPlan, targets: Sequence[Target]) -> None:
     with Prover(1) as prover:
-        proofs = Proofs(prover, targets)
-        plan.run(Terms(timeout_s=60, on_bytes=proofs.on_bytes, on_part=proofs.on_part))
-        for found in proofs.found.values():
-            found.result()
-    assert len(proofs.found) == len(targets)
+        proofs: list[Future[None]] = []
+
+        def on_part(index: int) -> None:
+            piece, data = targets[index]
+            proofs.append(prover.submit(piece.settle, data))
+
+        plan.run(Terms(timeout_s=60, on_part=on_part))
+        for proof in proofs:
+            proof.result()
+    assert len(proofs) == len(targets)
 
 
 def _fetch(reader: NixlObjectReader, endpoint: str, manifest: Manifest, spool: Spool) -> None:

@@ -63,15 +63,9 @@ def read(num_bytes: int, timeout_s: float) -> None:
     reader = NixlObjectReader(NixlAgent(f"read-{os.getpid()}"), door, clock=clock)
     wanted = ObjectRange(object_id="ab", offset=0, size=num_bytes)
     plan = None
-    moved: list[int] = []
-
-    def told(index: int, start: int, stop: int) -> None:
-        moved.append(stop - start)
-
     endpoint = sys.stdin.readline().strip()
     for line in sys.stdin:
         target = bytearray(num_bytes)
-        moved.clear()
         started = clock.monotonic()
         try:
             word, _, limit = line.strip().partition(" ")
@@ -79,11 +73,8 @@ def read(num_bytes: int, timeout_s: float) -> None:
                 part = Part(wanted=wanted, target=memoryview(target))
                 plan = reader.plan_read(endpoint, [part], timeout_s=timeout_s)
             if word != "plan":
-                plan.run(Terms(timeout_s=float(limit or timeout_s), on_bytes=told))
-            answer = {
-                "sha256": hashlib.sha256(part.target).hexdigest(),
-                "moved_by_core": sum(moved),
-            }
+                plan.run(Terms(timeout_s=float(limit or timeout_s)))
+            answer = {"sha256": hashlib.sha256(part.target).hexdigest()}
         except FetchError as exc:
             answer = {"error": str(exc), "source": exc.source}
         print(json.dumps({**answer, "seconds": clock.monotonic() - started}), flush=True)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
@@ -14,7 +15,7 @@ from paceline.refit.errors import (
 )
 from paceline.refit.model import ObjectRange
 from paceline.refit.receiver.pieces import Target
-from paceline.refit.receiver.prover import Proofs, Prover
+from paceline.refit.receiver.prover import Prover
 from paceline.refit.transports.protocol import (
     ObjectReader,
     Part,
@@ -47,7 +48,7 @@ class Attempt:
         self._endpoint = endpoint
         self._targets = targets
         self._keys = list(targets)
-        self._proofs = Proofs(tools.prover, list(targets.values()))
+        self._proofs: dict[int, Future[None]] = {}
         self.problem: FetchError | VerifyError | None = None
         self.no_room: NoRoomError | None = None
         """Why what came could not be kept, which is nobody's fault."""
@@ -60,12 +61,7 @@ class Attempt:
         parts = [
             Part(wanted=piece.wanted, target=target) for piece, target in self._targets.values()
         ]
-        terms = Terms(
-            timeout_s=timeout_s,
-            is_cancelled=is_cancelled,
-            on_bytes=self._proofs.on_bytes,
-            on_part=self._on_part,
-        )
+        terms = Terms(timeout_s=timeout_s, is_cancelled=is_cancelled, on_part=self._on_part)
         try:
             record = read_parts(self._tools.reader, self._endpoint, parts, terms)
         except (FetchError, TransferCancelledError) as exc:
@@ -74,9 +70,7 @@ class Attempt:
             record = TransferRecord(
                 transport=self._tools.reader.transport,
                 source=self._endpoint,
-                num_bytes=sum(
-                    self._targets[self._keys[index]][0].wanted.size for index in self._proofs.found
-                ),
+                num_bytes=sum(self._targets[key][0].wanted.size for key in self._proofs),
                 seconds=self._tools.clock.monotonic() - started,
                 problem=str(exc),
             )
@@ -91,9 +85,9 @@ class Attempt:
     def good(self) -> Sequence[int]:
         """The pieces that arrived and are proven by now."""
         return [
-            self._keys[index]
-            for index, found in list(self._proofs.found.items())
-            if found.done() and found.exception() is None
+            key
+            for key, proof in list(self._proofs.items())
+            if proof.done() and proof.exception() is None
         ]
 
     @property
@@ -103,17 +97,18 @@ class Attempt:
         return [key for key in self._keys if key not in good]
 
     def _on_part(self, index: int) -> None:
-        self._proofs.on_part(index)
+        key = self._keys[index]
+        piece, target = self._targets[key]
+        self._proofs[key] = self._tools.prover.submit(piece.settle, target)
         self.last_at = self._tools.clock.monotonic()
 
     def _settle(self) -> None:
         """Wait for the proofs, and blame the source for a piece that is not what it should be."""
-        for index, found in self._proofs.found.items():
+        for key, proof in self._proofs.items():
             try:
-                found.result()
+                proof.result()
             except VerifyError as exc:
-                wanted = self._targets[self._keys[index]][0].wanted
-                self.problem = lying(self._endpoint, exc, wanted)
+                self.problem = lying(self._endpoint, exc, self._targets[key][0].wanted)
             except NoRoomError as exc:
                 self.no_room = exc
 

@@ -58,11 +58,17 @@ class Piece:
 
     wanted: ObjectRange
     begin: Callable[[], Proof]
-    is_fast: bool
-    """The hash runs at the speed of memory; a slow one belongs elsewhere than between two reads."""
     keep: Callable[[int, memoryview], None] | None = None
     """Puts proven bytes where they wait, by their place in the object; None leaves them where they
     are. Raises NoRoomError."""
+
+    def settle(self, data: memoryview) -> None:
+        """Prove bytes that have come, and keep them. Raises VerifyError, NoRoomError."""
+        proof = self.begin()
+        proof.update(data)
+        proof.finish()
+        if self.keep is not None:
+            self.keep(self.wanted.offset, data)
 
 
 Target = tuple[Piece, memoryview]
@@ -145,7 +151,6 @@ def _by_chunk(item: PayloadObject) -> Iterator[Piece]:
         yield Piece(
             wanted=ObjectRange(object_id=item.object_id, offset=offset, size=size),
             begin=partial(_chunk_proof, item, index),
-            is_fast=False,
         )
 
 
@@ -169,7 +174,7 @@ def _by_tensor(item: PayloadObject, manifest: Manifest) -> Iterator[Piece]:
 
 def _tensor(segment: Segment, entry: TensorEntry) -> Piece:
     wanted = ObjectRange(object_id=segment.object_id, offset=segment.offset, size=segment.num_bytes)
-    return Piece(wanted=wanted, begin=partial(_tensor_proof, entry), is_fast=True)
+    return Piece(wanted=wanted, begin=partial(_tensor_proof, entry))
 
 
 def _tensor_proof(entry: TensorEntry) -> Proof:
@@ -182,7 +187,7 @@ def _tensor_proof(entry: TensorEntry) -> Proof:
 
 def _between(item: PayloadObject, start: int, stop: int) -> Piece:
     wanted = ObjectRange(object_id=item.object_id, offset=start, size=stop - start)
-    return Piece(wanted=wanted, begin=_no_proof, is_fast=True)
+    return Piece(wanted=wanted, begin=_no_proof)
 
 
 def _no_proof() -> Proof:

@@ -35,7 +35,7 @@ def _never() -> bool:
     return False
 
 
-def _ignore(*told: int) -> None:
+def _ignore(index: int) -> None:
     """Tell nobody."""
 
 
@@ -47,10 +47,6 @@ class Terms:
     """For the whole run."""
     is_cancelled: Callable[[], bool] = _never
     """Asked often; once it says yes the run ends soon, and writes nothing after it has ended."""
-    on_bytes: Callable[[int, int, int], None] = _ignore
-    """Told ``(index, start, stop)`` of bytes of a part by the thread whose own core has just moved
-    them, before ``on_part``: they are in its cache, and no other thread reads them as cheaply. Not
-    told of bytes that came in another way. Takes no longer than a hash, and does not raise."""
     on_part: Callable[[int], None] = _ignore
     """Told the index of each part whose bytes are all there, once, from any thread. What it was
     told stays true if the run fails later. It takes no longer than a hash, and does not raise."""

@@ -23,7 +23,7 @@ from paceline.refit.transports.protocol import (
     TransferRecord,
 )
 
-BATCH_BYTES = 2**20
+BATCH_BYTES = 2 * 2**20
 """Read at a time: what is told of and cancelled as one, and is in the cache when it is proven."""
 DEPTH = 8
 """Batches under way at once, so that a link does not wait for us."""
@@ -167,8 +167,6 @@ class _Move:
     """A stretch of one part."""
 
     part: int
-    start: int
-    """Where in the part."""
     local: Region
     remote: Region
 
@@ -265,9 +263,7 @@ class _NixlRead:
     ) -> None:
         for batch in self._batches:
             self._check(terms, started)
-            if self._agent.post(batch.handle):  # this core has moved it
-                for move in batch.moves:
-                    terms.on_bytes(move.part, move.start, move.start + move.local.size)
+            if self._agent.post(batch.handle):
                 _note(batch, left, terms.on_part)
                 continue
             under_way.append(batch)
@@ -347,11 +343,9 @@ def _split(move: _Move, size: int) -> Sequence[_Move]:
     """Cut a move after so many bytes, if it is longer."""
     if move.local.size <= size:
         return (move,)
-    starts = (move.start, move.start + size)
-    regions = zip(move.local.split(size), move.remote.split(size), strict=True)
     return [
-        _Move(part=move.part, start=start, local=local, remote=remote)
-        for start, (local, remote) in zip(starts, regions, strict=True)
+        _Move(part=move.part, local=local, remote=remote)
+        for local, remote in zip(move.local.split(size), move.remote.split(size), strict=True)
     ]
 
 
@@ -368,12 +362,10 @@ def _descriptors(moves: Sequence[_Move]) -> tuple[Sequence[Region], Sequence[Reg
 
 
 def _moves_of(index: int, part: Part, table: Table) -> Iterator[_Move]:
-    first = region_of(part.target).address if part.wanted.size else 0
-    start = 0
+    start = region_of(part.target).address if part.wanted.size else 0
     for found in table.cut(part.wanted.offset, part.wanted.size):
         remote = Region(found.address, found.size, found.memory, found.device)
-        local = Region(first + start, found.size)
-        yield _Move(part=index, start=start, local=local, remote=remote)
+        yield _Move(part=index, local=Region(start, found.size), remote=remote)
         start += found.size
 
 
