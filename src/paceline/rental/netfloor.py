@@ -6,6 +6,7 @@ it that GPU machines need. It costs less than three seconds, beside the other ch
 that does not answer is no verdict: the machine may have no way out, and no need of one.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -127,7 +128,7 @@ UNSEEN: Final = Seen(mbps=None, why_not="network not measured")
 
 def begin(folder: str, *, url: str = "", timeout_s: int = PROBE_TIMEOUT_S) -> str:
     """Return the lines of a shell script that begin to measure; ``$python`` is set before."""
-    quoted = f"'{url}'" if url else ""
+    quoted = shlex.quote(url) if url else ""
     return _BEGIN.format(folder=folder, url=quoted, probe=_PROBE.strip(), timeout_s=timeout_s)
 
 
