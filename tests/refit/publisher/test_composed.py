@@ -56,8 +56,8 @@ class Run:
             self.weights["w"][self.steps :: 97] += 1
             self.weights["b"][self.steps % 50] += 0.5
             self.publisher.publish(step=self.steps).result()
-        assert self.publisher.flush(timeout_s=20)  # composing follows
             self.steps += 1
+        assert self.publisher.flush(timeout_s=20)  # composing follows
 
     def ready(self) -> Mapping[str, WeightVersion]:
         found = self.ledger.list_versions("m")
