@@ -57,6 +57,7 @@ class Run:
             self.weights["b"][self.steps % 50] += 0.5
             self.publisher.publish(step=self.steps).result()
             self.steps += 1
+        assert self.publisher.flush(timeout_s=20)  # composing follows
 
     def ready(self) -> Mapping[str, WeightVersion]:
         found = self.ledger.list_versions("m")

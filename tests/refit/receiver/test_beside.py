@@ -38,7 +38,7 @@ def test_nothing_to_do_is_nothing() -> None:
         beside.finish()
 
 
-def leave(work: Callable[[], None], error: Exception | None) -> None:
+def leave(work: Callable[[], None], error: BaseException | None) -> None:
     """Leave the block by ``error``, or by asking for the end."""
     with Beside() as beside:
         beside.start(work)
@@ -70,6 +70,5 @@ def test_its_failure_comes_before_others() -> None:
 
 def test_an_interrupt_stays_one() -> None:
     """Whoever ends the process is not told of weights instead."""
-    with pytest.raises(KeyboardInterrupt), Beside() as beside:
-        beside.start(fail)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        leave(fail, KeyboardInterrupt())

@@ -218,13 +218,8 @@ class CanonicalPublisher:
         except BaseException:
             self._chain.discard_staged(staged)
             raise
-        return Outcome(
-            version=published,
-            then=(
-                lambda: self._notify("version.published", published.to_fields()),
-                self._capturer.prepare,
-            ),
-        )
+        self._notify("version.published", published.to_fields())
+        return Outcome(version=published, then=(self._capturer.prepare,))
 
     def _bring_out(
         self, staged: StagedWeightVersionShardData, *, sequence: int, step: int, started: float

@@ -389,6 +389,8 @@ class Publisher:
         self._due.full = False
         publish_ms = 1000 * (self._clock.monotonic() - started)
         anchor_id, anchor_error = self._anchor(version)
+        self._shelf.retain(keep_old=self._options.keep_old)
+        self._shelf.release()
         published = published_version(
             version,
             publish_ms=publish_ms,
@@ -396,20 +398,15 @@ class Publisher:
             anchor_id=anchor_id,
             anchor_error=anchor_error,
         )
+        self._notify("version.published", published.to_fields())
         return Outcome(
             version=published,
             then=(
-                lambda: self._notify("version.published", published.to_fields()),
                 lambda: self._compose(version, anchor_id=anchor_id),
-                self._let_go,
+                self._shelf.release,
                 self._capturer.prepare,
             ),
         )
-
-    def _let_go(self) -> None:
-        """Release what the newest version makes unnecessary."""
-        self._shelf.retain(keep_old=self._options.keep_old)
-        self._shelf.release()
 
     def _version(
         self, uid: str, staged: StagedWeightVersionShardData, *, sequence: int, step: int
