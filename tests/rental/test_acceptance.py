@@ -193,7 +193,7 @@ def cloud(tmp_path: Path, key_pair: Path) -> Iterator[tuple[FakeCloud, Rent]]:
                 backend=lambda _name: backend,
                 clock=clock,
                 nonce=lambda: f"{next(nonces):04x}",
-                notify=lambda _name, _fields: None,
+                notify=lambda name, fields: told.append((name, fields)),
                 accept=GpuAcceptance(clock=clock, net_timeout_s=60, **options),
             )
 

@@ -28,6 +28,7 @@ from paceline.rental.errors import (
     RentingStoppedError,
 )
 from paceline.rental.failover import (
+    BUSY_S_MAX,
     OF_MACHINES,
     RULES,
     Attempt,
@@ -35,6 +36,7 @@ from paceline.rental.failover import (
     NextMove,
     kind_of,
     may_pass,
+    rest_s,
     with_attempt,
 )
 from paceline.rental.lifecycle import MachineState
@@ -118,7 +120,12 @@ class Renter:
                 return None
             if offer.backend in refusing or self._is_blocked(offer):
                 continue
-            got = self._try(request, offer, history)
+            others = {one.backend for one in plan.attempts} - refusing - {offer.backend}
+            busy_s = BUSY_S_MAX if others else request.boot_timeout_s
+            busy_until_s = self._parts.clock.monotonic() + busy_s
+            if until_s is not None:
+                busy_until_s = min(until_s, busy_until_s)
+            got = self._try(request, offer, history, busy_until_s=busy_until_s)
             if isinstance(got, Machine):
                 return got
             if got is NextMove.NEXT_BACKEND:
@@ -126,18 +133,22 @@ class Renter:
         return None
 
     def _try(
-        self, request: RentRequest, offer: Offer, history: list[Attempt]
+        self,
+        request: RentRequest,
+        offer: Offer,
+        history: list[Attempt],
+        *,
+        busy_until_s: float,
     ) -> Machine | NextMove:
         """Make one attempt; return what follows where it fails, raise where nothing does."""
-        self._go_on(request)
-        self._check_budget(request, offer)
+        self._check(request, offer)
         before_usd = self._spent_on(request)
         with self._claim(offer) as is_ours:
             if not is_ours:
                 history[:] = with_attempt(history, _taken_by_us(offer))
                 return NextMove.NEXT_OFFER
             try:
-                return self._attempt(request, offer)
+                return self._patient_attempt(request, offer, history, until_s=busy_until_s)
             except PacelineError as exc:
                 kind = kind_of(exc)
                 if kind is None:
@@ -147,6 +158,29 @@ class Renter:
                 if RULES[kind].move is NextMove.STOP:
                     raise
                 return RULES[kind].move
+
+    def _patient_attempt(
+        self, request: RentRequest, offer: Offer, history: list[Attempt], *, until_s: float
+    ) -> Machine:
+        """Make an attempt, again and again while its backend says that we call it too often."""
+        clock = self._parts.clock
+        while True:
+            try:
+                return self._attempt(request, offer)
+            except ProvisionError as exc:
+                wait_s = rest_s(exc, patience_s=until_s - clock.monotonic())
+                if wait_s is None:
+                    raise
+                self._tell(
+                    request,
+                    "renting.waiting",
+                    wait_s=wait_s,
+                    num_tried=len(history),
+                    backend=offer.backend,
+                    reason=str(exc),
+                )
+                clock.sleep(wait_s)
+            self._check(request, offer)
 
     def _note(
         self,
@@ -359,7 +393,9 @@ class Renter:
         blocks = self._parts.memory.blocks(now_s=now_s)
         return any(block.covers(offer, now_s=now_s) for block in blocks)
 
-    def _check_budget(self, request: RentRequest, offer: Offer) -> None:
+    def _check(self, request: RentRequest, offer: Offer) -> None:
+        """Raise where no attempt is to be begun: the run ends, or cannot pay for it."""
+        self._go_on(request)
         if request.hard_usd is None:
             return
         refusal = refuse_attempt(
