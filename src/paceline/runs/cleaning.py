@@ -13,6 +13,8 @@ from paceline.core.errors import PacelineError
 from paceline.rental.records import Machine
 from paceline.runs.upkeep import EndRule, Keeping, end_left_overs, find_left_overs
 
+PATIENCE_S = 3.0
+"""After so long it is said what is waited for."""
 REST_TIMEOUT_S = 900.0
 """For what comes late: a listing, and the end of what it shows."""
 
@@ -58,14 +60,21 @@ class CleanUp:
                 self._thread = Thread(target=self._end_rest, name="clean-up", daemon=True)
                 self._thread.start()
 
-    def finish(self) -> None:
-        """Return when all backends have been looked at, also where nothing was ordered."""
-        self.heard("")
+    def finish(self, *, is_stopped: bool = False) -> None:
+        """Return when all backends have been looked at, also where nothing was ordered.
+
+        Whoever ``is_stopped`` before anything was ordered has left nothing, and waits for nothing.
+        """
+        if not is_stopped:
+            self.heard("")
         thread = self._thread
         if thread is not None:
-            thread.join(REST_TIMEOUT_S)
+            names = ", ".join(self._later)
+            thread.join(PATIENCE_S)
             if thread.is_alive():
-                names = ", ".join(self._later)
+                self._tell(f"{names}: looking for what runs left behind; Ctrl-C leaves it to gc")
+                thread.join(REST_TIMEOUT_S)
+            if thread.is_alive():
                 self._tell(f"{names}: what runs left behind is not ended yet; run paceline gc")
         if self._bug is not None:
             raise self._bug
