@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.errors import DeadlineExceededError
 from paceline.rental.backends.protocol import BackendAdapter
+from paceline.rental.drivers.renting import REST_SLICE_S
 from paceline.rental.drivers.searching import DOWN_S
 from paceline.rental.errors import (
     AmbiguousError,
@@ -382,6 +383,24 @@ def test_an_account_that_was_refused_long_ago_does_not_stop_the_waiting(world: W
     with pytest.raises(AttemptsFailedError):
         world.rent(retry_for_s=300.0)
     assert world.events("renting.waiting") != []
+
+
+@pytest.mark.parametrize("num_busy", [0, 10**6])
+def test_whoever_waits_hears_soon_that_its_run_ends(world: World, num_busy: int) -> None:
+    """Ctrl-C is not held up by a wait of minutes, whatever is waited for."""
+    world.first.refusal = provision_error(CapacityError("sold out"))
+    world.first.num_busy = num_busy
+    sleep = world.clock.sleep
+
+    def sleep_or_stop(seconds: float) -> None:
+        sleep(seconds)
+        if world.clock.monotonic() > 100:
+            world.orchestrator.stop_renting("run-1")
+
+    world.clock.sleep = sleep_or_stop  # type: ignore[method-assign]
+    with pytest.raises(RentingStoppedError):
+        world.rent(backends=("first",), retry_for_s=3600.0)
+    assert world.clock.monotonic() <= 100 + REST_SLICE_S + 1
 
 
 def test_a_run_that_ends_stops_its_renting(world: World) -> None:

@@ -54,6 +54,8 @@ from paceline.store.protocol import StoreError
 
 BOOT_SLICE_S = 300.0
 """For so long the money is not looked at while a machine boots; longer than keys may be refused."""
+REST_SLICE_S = 5.0
+"""So often whoever waits looks whether its run ends."""
 SPOT_MARGIN = 1.25
 """What is bid where no limit is given, in shares of today's price: the least bid loses first."""
 AGAIN = RetryPolicy(attempts=2**31, first_delay_s=30.0, delay_s_max=300.0, jitter=0.0)
@@ -104,7 +106,7 @@ class Renter:
             if not _is_passing(plan, history) or clock.monotonic() + wait_s > until_s:
                 raise _nothing_left(request, plan, history)
             self._tell(request, "renting.waiting", wait_s=wait_s, num_tried=len(history))
-            clock.sleep(wait_s)
+            self._rest(request, wait_s)
 
     def _try_all(
         self,
@@ -179,7 +181,7 @@ class Renter:
                     backend=offer.backend,
                     reason=str(exc),
                 )
-                clock.sleep(wait_s)
+                self._rest(request, wait_s)
             self._check(request, offer)
 
     def _note(
@@ -378,6 +380,13 @@ class Renter:
             if is_ours:
                 with self._lock:
                     self._claimed.discard(key)
+
+    def _rest(self, request: RentRequest, wait_s: float) -> None:
+        """Wait, but no longer than the run goes on."""
+        until_s = self._parts.clock.monotonic() + wait_s
+        while (left_s := until_s - self._parts.clock.monotonic()) > 0:
+            self._parts.clock.sleep(min(REST_SLICE_S, left_s))
+            self._go_on(request)
 
     def _go_on(self, request: RentRequest) -> None:
         with self._lock:
