@@ -10,7 +10,7 @@ from paceline.core.errors import UsageError
 from paceline.rental import InstanceHandle
 from paceline.rental.lifecycle import MachineState
 from paceline.runs.cleaning import CleanUp, split
-from paceline.runs.upkeep import NUM_ENDED_MAX
+from paceline.runs.upkeep import NUM_ENDED_MAX, SHARED_S_MAX
 from paceline.testing.fakes.backend import Fault, ListingFakeBackend
 from runs.test_upkeep import Place
 
@@ -139,8 +139,20 @@ def test_without_such_a_listing_one_is_read(place: Place) -> None:
     place.north = _Sharing(place, lambda _since_s: None)
     clean, _ = cleaning(place, "north")
     clean.begin()
+    clean.heard("attempt.failed")
     clean.finish()
     assert place.north.calls == ["list_instances"]
+    assert place.clock.monotonic() >= SHARED_S_MAX
+
+
+def test_where_nothing_is_ordered_nobody_waits_for_others_listing(place: Place) -> None:
+    """Every key is refused, or nothing fits: there will be no listing but ours."""
+    place.north = _Sharing(place, lambda _since_s: None)
+    clean, _ = cleaning(place, "north")
+    clean.begin()
+    clean.finish()
+    assert place.north.calls == ["list_instances"]
+    assert place.clock.monotonic() < SHARED_S_MAX
 
 
 def test_a_bug_in_the_thread_is_raised(place: Place) -> None:
@@ -152,6 +164,7 @@ def test_a_bug_in_the_thread_is_raised(place: Place) -> None:
     place.north = _Sharing(place, broken)
     clean, _ = cleaning(place, "north")
     clean.begin()
+    clean.heard("machine.provisioned")
     with pytest.raises(ZeroDivisionError):
         clean.finish()
 
@@ -185,6 +198,7 @@ def test_what_takes_long_is_said(place: Place, monkeypatch: pytest.MonkeyPatch) 
 
     clean = CleanUp(place, ["north"], tell=tell)
     clean.begin()
+    clean.heard("machine.provisioned")
     clean.finish()
     assert told == ["north: looking for what runs left behind; Ctrl-C leaves it to gc"]
 

@@ -7,6 +7,7 @@ calls then answer with the listing that the wait for the new machine reads anywa
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Lock, Thread
 
 from paceline.core.errors import PacelineError
@@ -55,9 +56,13 @@ class CleanUp:
 
     def heard(self, event: str) -> None:
         """Go on with the backends that are left, once: something has become of an order."""
+        self._go_on(since_s=self._begun_s)
+
+    def _go_on(self, *, since_s: float | None) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = Thread(target=self._end_rest, name="clean-up", daemon=True)
+                work = partial(self._end_rest, since_s)
+                self._thread = Thread(target=work, name="clean-up", daemon=True)
                 self._thread.start()
 
     def finish(self, *, is_stopped: bool = False) -> None:
@@ -66,7 +71,7 @@ class CleanUp:
         Whoever ``is_stopped`` before anything was ordered has left nothing, and waits for nothing.
         """
         if not is_stopped:
-            self.heard("")
+            self._go_on(since_s=None)  # nobody else reads a listing any more
         thread = self._thread
         if thread is not None:
             names = ", ".join(self._later)
@@ -79,10 +84,10 @@ class CleanUp:
         if self._bug is not None:
             raise self._bug
 
-    def _end_rest(self) -> None:
+    def _end_rest(self, since_s: float | None) -> None:
         try:
             if self._later:
-                self._end(self._later, since_s=self._begun_s)
+                self._end(self._later, since_s=since_s)
         except PacelineError as exc:
             self._tell(str(exc))
         except BaseException as exc:  # noqa: BLE001 - raised on by finish

@@ -173,6 +173,7 @@ class Renter:
                 wait_s = rest_s(exc, patience_s=until_s - clock.monotonic())
                 if wait_s is None:
                     raise
+                self._go_on(request)
                 self._tell(
                     request,
                     "renting.waiting",
