@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import DeadlineExceededError
+from paceline.core.errors import DeadlineExceededError, ExitStatus
 from paceline.rental.backends.protocol import BackendAdapter
 from paceline.rental.drivers.renting import REST_SLICE_S
 from paceline.rental.drivers.searching import DOWN_S
 from paceline.rental.errors import (
+    AllRefusedError,
     AmbiguousError,
     ApiError,
     AttemptsFailedError,
@@ -299,8 +300,9 @@ def test_a_refused_account_rules_out_its_backend_and_no_other(world: World) -> N
     world.first.refusal = provision_error(BalanceError("quota exceeded"), wide=True)
     assert world.rent().backend == "second"
     assert len(world.events("attempt.failed")) == 1
-    with pytest.raises(AttemptsFailedError, match="account"):
+    with pytest.raises(AllRefusedError, match="account") as caught:
         world.rent(backends=("first",), retry_for_s=3600.0)
+    assert caught.value.exit_status is ExitStatus.PREFLIGHT
     assert world.events("renting.waiting") == []
 
 

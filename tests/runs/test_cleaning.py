@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.rental import InstanceHandle
+from paceline.rental import InstanceHandle, NoAnswerError
 from paceline.rental.lifecycle import MachineState
 from paceline.runs.cleaning import CleanUp, split
 from paceline.runs.upkeep import NUM_ENDED_MAX, SHARED_S_MAX
@@ -214,3 +214,13 @@ def test_a_backend_that_is_not_there_holds_up_no_other(place: Place) -> None:
     assert f"ending {ours}, left by a run that nobody drives" in told
     assert any("south: pip install" in text for text in told)
     assert [one.label for one in place.rental.machines()] == [theirs]
+
+
+def test_who_gave_no_answer_just_now_is_not_asked_again(place: Place) -> None:
+    """A search has waited for it already, and nothing of it is on record."""
+    place.rental.heard("north", NoAnswerError("refused", was_sent=False))
+    clean, told = cleaning(place, "north", "south")
+    clean.begin()
+    clean.finish()
+    assert (place.north.calls, place.south.calls) == ([], ["list_instances"])
+    assert told == []

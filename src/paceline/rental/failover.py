@@ -27,6 +27,8 @@ from paceline.rental.errors import (
     ProvisionError,
     RateLimitError,
     RequestError,
+    Silence,
+    Silent,
     SshKeyError,
     SshUnreachableError,
 )
@@ -223,6 +225,18 @@ def kind_of(failure: Exception) -> FailureKind | None:
         *_BY_CAUSE,
     )
     return next((kind for cls, kind in kinds if isinstance(failure, cls)), None)
+
+
+def is_refused(
+    history: Iterable[Attempt], silent: Iterable[Silent], *, backends: Iterable[str]
+) -> bool:
+    """Return whether each backend refuses us, when asked what it has or when ordered from."""
+    kinds: dict[str, set[FailureKind]] = {}
+    for attempt in history:
+        kinds.setdefault(attempt.backend, set()).add(attempt.kind)
+    refusing = {name for name, found in kinds.items() if found == {FailureKind.ACCOUNT}}
+    refusing |= {one.backend for one in silent if one.silence is Silence.REFUSED}
+    return refusing >= set(backends)
 
 
 def rest_s(failure: PacelineError, *, patience_s: float) -> float | None:

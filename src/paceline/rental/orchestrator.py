@@ -107,12 +107,17 @@ class Orchestrator:
         """Take note that a backend could not be reached, so that a plan need not find it out."""
         self._searcher.heard(name, failure)
 
+    def is_down(self, name: str) -> bool:
+        """Return whether a backend gave no answer just now; asking again costs seconds."""
+        return self._searcher.is_down(name)
+
     def rent(self, request: RentRequest) -> Machine:
         """Return a machine that runs and was accepted, from the first offer that becomes one.
 
         Raises:
             NoOffersError: nothing on offer fits; AttemptsFailedError, NeverReadyError: none of
-                what fits became a machine, with one line for every attempt.
+                what fits became a machine, with one line for every attempt; AllRefusedError: no
+                key, account or setting of ours is taken anywhere.
             ProvisionError, BootFailedError, SshKeyError: what is asked for is wrong wherever it
                 is asked; nothing more was tried.
             BudgetError: the hard cap does not pay for another attempt.

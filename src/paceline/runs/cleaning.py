@@ -86,8 +86,10 @@ class CleanUp:
 
     def _end_rest(self, since_s: float | None) -> None:
         try:
-            if self._later:
-                self._end(self._later, since_s=since_s)
+            # Nothing of them is on record: who does not answer now is asked by the next command.
+            names = [name for name in self._later if not self._keeping.rental.is_down(name)]
+            if names:
+                self._end(names, since_s=since_s)
         except PacelineError as exc:
             self._tell(str(exc))
         except BaseException as exc:  # noqa: BLE001 - raised on by finish

@@ -18,18 +18,14 @@ from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import POLL_S, RentalParts
 from paceline.rental.drivers.searching import Searcher
 from paceline.rental.errors import (
-    AttemptsFailedError,
     BackendError,
     BudgetError,
     IllegalMoveError,
-    NeverReadyError,
-    NoOffersError,
     ProvisionError,
     RentingStoppedError,
 )
 from paceline.rental.failover import (
     BUSY_S_MAX,
-    OF_MACHINES,
     RULES,
     Attempt,
     FailureKind,
@@ -46,7 +42,7 @@ from paceline.rental.plan import (
     RentPlan,
     RentRequest,
     after_failure,
-    nothing_to_try,
+    nothing_left,
 )
 from paceline.rental.reasons import Reasons
 from paceline.rental.records import Machine, make_label, offer_summary
@@ -104,7 +100,7 @@ class Renter:
             num_rounds += 1
             wait_s = AGAIN.delay_s(num_rounds, chance=0.0) or 0.0
             if not _is_passing(plan, history) or clock.monotonic() + wait_s > until_s:
-                raise _nothing_left(request, plan, history)
+                raise nothing_left(request, plan, history)
             self._tell(request, "renting.waiting", wait_s=wait_s, num_tried=len(history))
             self._rest(request, wait_s)
 
@@ -476,20 +472,3 @@ def _is_passing(plan: RentPlan, history: list[Attempt]) -> bool:
         return True
     asked = {offer.backend for offer in plan.attempts} | {left.backend for left in plan.passed_over}
     return any(name not in latest or RULES[latest[name].kind].is_passing for name in asked)
-
-
-def _nothing_left(request: RentRequest, plan: RentPlan, history: list[Attempt]) -> NoOffersError:
-    """Return the error that tells of every attempt, one line each, with what it cost."""
-    if not plan.attempts and not history:
-        return nothing_to_try(plan, who=request.slot, gpu=request.gpu)
-    tried = "".join(f"\n  {attempt}" for attempt in history) or " nothing"
-    near = "; ".join(map(str, plan.relaxations))
-    advice = f"Nearest: {near}. " if near else ""
-    text = (
-        f"{request.role} {request.index}: no {request.gpu} could be rented. Tried:{tried}\n"
-        f"Passed over: {plan.explain() or 'nothing'}. {advice}Allow another backend, a higher "
-        "price or less disk, or wait for it with --retry-until-up"
-    )
-    was_made = any(attempt.kind in OF_MACHINES for attempt in history)
-    kind = NeverReadyError if was_made else AttemptsFailedError
-    return kind(text)
