@@ -7,7 +7,6 @@ or that it never was.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
@@ -18,7 +17,7 @@ from paceline.rental.costs import Billed, By, CostRow, cost_rows
 from paceline.rental.death import Death
 from paceline.rental.drivers.billing import billed
 from paceline.rental.drivers.ending import Ender, Proof
-from paceline.rental.drivers.parts import Acceptor, AskAll, RentalParts
+from paceline.rental.drivers.parts import Acceptor, AskAll, RentalParts, each_at_once
 from paceline.rental.drivers.reconciling import Reconciler
 from paceline.rental.drivers.renting import Renter
 from paceline.rental.drivers.searching import Plans, Searcher
@@ -236,5 +235,4 @@ class Orchestrator:
 
 def at_once(ask: Callable[[str], BackendAnswer], names: Sequence[str]) -> list[BackendAnswer]:
     """Ask all backends at the same time and return their answers in the order of ``names``."""
-    with ThreadPoolExecutor(max_workers=len(names)) as pool:
-        return list(pool.map(ask, names))
+    return each_at_once(ask, names)
