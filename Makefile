@@ -110,7 +110,7 @@ nightly: setup system peer vllm  ## the simulations at length, and what takes en
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/control/test_simulation.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout 3600 tests/refit/generators/test_refit.py
 	PACELINE_SOAK_S=3600 $(BIN)/pytest -m slow tests/refit/generators/test_soak.py
-	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py
+	$(BIN)/pytest -n 2 -m slow --timeout 7200 tests/simulation/test_runs.py tests/e2e/test_gc_clouds.py tests/rental/test_netfloor.py
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n 2 --timeout 7200 tests/refit/receiver/test_fetch.py
 	$(BIN)/pytest -m slow --timeout 1200 tests/refit/trainers tests/refit/receiver tests/examples
 	$(BIN)/pytest -m "slow or not slow" --timeout 600 tests/refit/publisher/test_resuming.py tests/refit/trainers/test_matrix.py

@@ -8,9 +8,12 @@ import pytest
 
 from paceline.cli.main import run
 from paceline.rental.failover import FailureKind
-from paceline.rental.model import Offer, OfferConstraints
+from paceline.rental.ledger import Ledger
+from paceline.rental.lifecycle import MachineState
+from paceline.rental.model import InstanceHandle, Offer, OfferConstraints
 from paceline.rental.plan import BackendAnswer, RentRequest, plan_attempts
 from paceline.rental.reasons import Reasons
+from paceline.rental.records import Machine, RentedOffer
 from paceline.runs import compose
 from paceline.runs.ledger import RunRecord
 
@@ -113,3 +116,32 @@ def test_costs_add_up_to_nothing_before_anything_was_rented(
     assert run(["cost", "--by", "day", "--json"]) == 0
     assert json.loads(said(capsys))["rows"] == []
     assert run(["cost", "--actual"]) == 2
+
+
+@pytest.mark.parametrize("net", ["87 Mbit/s", "network not measured: there is no Python"])
+def test_status_shows_what_a_machine_measured(
+    state: Path, capsys: pytest.CaptureFixture[str], net: str
+) -> None:
+    """The verdict on its network, or why there is none; for people and for programs."""
+    with compose.open_services() as services:
+        run_record = RunRecord(run_id="r1", name="r1", created_at_ms=0, pid=1, out=str(state))
+        services.ledger.create(run_record)
+        ledger = Ledger(services.store)
+        ledger.add(
+            Machine(
+                label="paceline-r1-trainer-0-aa",
+                run_id="r1",
+                role="trainer",
+                index=0,
+                backend="vast",
+                offer=RentedOffer(id="1", gpu_name="h100", num_gpus=1, dph=2.0),
+                state=MachineState.CREATED,
+                intended_at=0.0,
+                instance=InstanceHandle("vast", "7", "paceline-r1-trainer-0-aa", 0.0),
+            )
+        )
+        ledger.move(ledger.find("paceline-r1-trainer-0-aa"), MachineState.RUNNING, net=net)
+    assert run(["status", "r1"]) == 0
+    assert net in said(capsys)
+    assert run(["status", "r1", "--json"]) == 0
+    assert json.loads(said(capsys))["machines"][0]["net"] == net

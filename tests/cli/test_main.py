@@ -128,6 +128,33 @@ def test_ctrl_c_has_its_status() -> None:
     assert explain(KeyboardInterrupt())[1] is ExitStatus.INTERRUPTED
 
 
+EARLY = """
+import signal
+import paceline.__main__ as entry
+import paceline.cli.main as command_line
+
+handlers = []
+command_line.guard_streams = lambda: handlers.append(signal.getsignal(signal.SIGINT))
+command_line.run = lambda _argv: handlers.append(signal.getsignal(signal.SIGINT)) or 0
+try:
+    entry.main()
+except SystemExit:
+    print(handlers == [signal.SIG_DFL, signal.default_int_handler])
+"""
+
+
+def test_ctrl_c_while_it_is_loaded_is_quiet() -> None:
+    """Until errors can be told it just ends; from then on it unwinds."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+    )
+    assert done.stdout.strip() == "True"
+
+
 def test_exit_statuses_are_documented() -> None:
     """docs/cli.md lists every exit status by number and name, and no other."""
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

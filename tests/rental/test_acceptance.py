@@ -162,10 +162,16 @@ def net_url() -> Iterator[str]:
 
 
 Rent = Callable[..., Orchestrator]
+Told = list[tuple[str, dict[str, object]]]
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, key_pair: Path) -> Iterator[tuple[FakeCloud, Rent]]:
+def told() -> Told:
+    return []
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, key_pair: Path, told: Told) -> Iterator[tuple[FakeCloud, Rent]]:
     if not has_sshd():
         pytest.skip("needs sshd: apt-get install openssh-server")
     if not can_fake_gpus():
@@ -193,7 +199,7 @@ def cloud(tmp_path: Path, key_pair: Path) -> Iterator[tuple[FakeCloud, Rent]]:
                 backend=lambda _name: backend,
                 clock=clock,
                 nonce=lambda: f"{next(nonces):04x}",
-                notify=lambda _name, _fields: None,
+                notify=lambda name, fields: told.append((name, fields)),
                 accept=GpuAcceptance(clock=clock, net_timeout_s=60, **options),
             )
 
@@ -220,7 +226,7 @@ def request_for(
 
 
 def test_a_dead_gpu_is_sent_back_and_the_next_machine_is_taken(
-    cloud: tuple[FakeCloud, Rent], key_pair: Path, net_url: str
+    cloud: tuple[FakeCloud, Rent], key_pair: Path, net_url: str, told: Told
 ) -> None:
     """Over ssh, with a driver that has a GPU on which no context can be made."""
     fake, make = cloud
@@ -228,6 +234,8 @@ def test_a_dead_gpu_is_sent_back_and_the_next_machine_is_taken(
     orchestrator = make(net_url=net_url)
     machine = orchestrator.rent(request_for(key_pair, net_floor_mbps=0.001))
     assert machine.net.endswith("Mbit/s")
+    [running] = [fields for name, fields in told if name == "machine.running"]
+    assert running["net"] == machine.net
     [rejected, used] = fake.rentals.values()
     assert rejected.ended_at is not None
     assert used.label == machine.label
@@ -267,7 +275,7 @@ def test_a_machine_below_the_floor_is_sent_back(
 
 
 def test_a_machine_that_cannot_measure_is_taken_and_says_so(
-    cloud: tuple[FakeCloud, Rent], key_pair: Path
+    cloud: tuple[FakeCloud, Rent], key_pair: Path, told: Told
 ) -> None:
     """Its pip has no index that answers; the record keeps that nobody knows."""
     _fake, make = cloud
@@ -276,6 +284,8 @@ def test_a_machine_that_cannot_measure_is_taken_and_says_so(
     assert machine.net.startswith("network not measured: ")
     [kept] = orchestrator.machines("run-1")
     assert kept.net == machine.net
+    [running] = [fields for name, fields in told if name == "machine.running"]
+    assert running["net"] == machine.net
     orchestrator.destroy(machine)
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import DeadlineExceededError
+from paceline.core.errors import DeadlineExceededError, ExitStatus
 from paceline.rental.backends.protocol import BackendAdapter
+from paceline.rental.drivers.renting import REST_SLICE_S
 from paceline.rental.drivers.searching import DOWN_S
 from paceline.rental.errors import (
+    AllRefusedError,
     AmbiguousError,
     ApiError,
     AttemptsFailedError,
@@ -35,6 +37,7 @@ from paceline.rental.errors import (
     SshKeyError,
 )
 from paceline.rental.failover import (
+    BUSY_S_MAX,
     OF_MACHINES,
     RULES,
     Block,
@@ -213,6 +216,8 @@ class HostedBackend(ListingFakeBackend):
     """A provider that tells which host is behind an offer, and refuses creates on command."""
 
     refusal: Exception | None = None
+    num_busy = 0
+    """So many creates more come too early for it."""
 
     def search_offers(self, c: OfferConstraints) -> list[Offer]:
         found = super().search_offers(c)
@@ -221,6 +226,9 @@ class HostedBackend(ListingFakeBackend):
     def provision(
         self, offer_id: str, *, disk_gb: int, image: str, ssh_pubkey_path: Path, label: str
     ) -> InstanceHandle:
+        if self.num_busy:
+            self.num_busy -= 1
+            raise provision_error(RateLimitError("429", pace_s=12.0))
         if self.refusal is not None:
             raise self.refusal
         return super().provision(
@@ -292,9 +300,55 @@ def test_a_refused_account_rules_out_its_backend_and_no_other(world: World) -> N
     world.first.refusal = provision_error(BalanceError("quota exceeded"), wide=True)
     assert world.rent().backend == "second"
     assert len(world.events("attempt.failed")) == 1
-    with pytest.raises(AttemptsFailedError, match="account"):
+    with pytest.raises(AllRefusedError, match="account") as caught:
         world.rent(backends=("first",), retry_for_s=3600.0)
+    assert caught.value.exit_status is ExitStatus.PREFLIGHT
     assert world.events("renting.waiting") == []
+
+
+def test_a_create_that_came_too_early_is_made_again(world: World) -> None:
+    """The account is shared with other processes: nothing was made, so it is only a matter of time.
+
+    What is waited for is told, and nothing is held against the offer or its backend.
+    """
+    world.first.num_busy = 3
+    machine = world.rent()
+    assert (machine.backend, machine.offer.id) == ("first", "first-0")
+    waits = world.events("renting.waiting")
+    assert [(one["wait_s"], one["backend"], one["reason"]) for one in waits] == [
+        (12.0, "first", "no")
+    ] * 3
+    assert set(EVENT_FIELDS["renting.waiting"]) <= set(waits[0])
+    assert world.clock.monotonic() >= 36
+    assert world.events("attempt.failed") == []
+    assert world.orchestrator.memory.blocks(now_s=world.clock.time()) == []
+    assert [one.label for one in world.orchestrator.machines()] == [machine.label]
+
+
+def test_a_backend_that_stays_busy_is_waited_for_no_longer_than_allowed(world: World) -> None:
+    """A minute where another backend can be tried; else as long as a machine may take to boot."""
+    world.first.num_busy = 10**6
+    assert world.rent().backend == "second"
+    assert BUSY_S_MAX - 24 < 12 * len(world.events("renting.waiting")) <= BUSY_S_MAX
+    begun_s = world.clock.monotonic()
+    with pytest.raises(AttemptsFailedError, match="busy"):
+        world.rent(backends=("first",), boot_timeout_s=300)
+    assert 300 - 24 < world.clock.monotonic() - begun_s <= 300
+    assert [one["kind"] for one in world.events("attempt.failed")] == ["busy", "busy"]
+
+
+def test_waiting_for_a_busy_backend_ends_with_its_run(world: World) -> None:
+    """Told while it waits: no further create is made."""
+    world.first.num_busy = 10**6
+
+    def end_it(method: str) -> None:
+        if method == "list_instances":  # comes right after the refusal
+            world.orchestrator.stop_renting("run-1")
+
+    world.first.before_call = end_it
+    with pytest.raises(RentingStoppedError):
+        world.rent()
+    assert world.first.num_busy == 10**6 - 1
 
 
 def test_retry_until_up_asks_again_until_its_deadline(world: World) -> None:
@@ -331,6 +385,24 @@ def test_an_account_that_was_refused_long_ago_does_not_stop_the_waiting(world: W
     with pytest.raises(AttemptsFailedError):
         world.rent(retry_for_s=300.0)
     assert world.events("renting.waiting") != []
+
+
+@pytest.mark.parametrize("num_busy", [0, 10**6])
+def test_whoever_waits_hears_soon_that_its_run_ends(world: World, num_busy: int) -> None:
+    """Ctrl-C is not held up by a wait of minutes, whatever is waited for."""
+    world.first.refusal = provision_error(CapacityError("sold out"))
+    world.first.num_busy = num_busy
+    sleep = world.clock.sleep
+
+    def sleep_or_stop(seconds: float) -> None:
+        sleep(seconds)
+        if world.clock.monotonic() > 100:
+            world.orchestrator.stop_renting("run-1")
+
+    world.clock.sleep = sleep_or_stop  # type: ignore[method-assign]
+    with pytest.raises(RentingStoppedError):
+        world.rent(backends=("first",), retry_for_s=3600.0)
+    assert world.clock.monotonic() <= 100 + REST_SLICE_S + 1
 
 
 def test_a_run_that_ends_stops_its_renting(world: World) -> None:

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from paceline.core.errors import DeadlineExceededError, UsageError
+from paceline.rental.drivers.parts import each_at_once
 from paceline.rental.errors import (
     BackendError,
     HostKeyChangedError,
@@ -207,3 +209,22 @@ def test_the_state_directory_is_not_needed_for_a_look(tmp_path: Path) -> None:
 
     path = default_parts().known_hosts("vast", "../../etc/passwd")
     assert path.parent.name == "known_hosts"
+
+
+def test_who_stops_waiting_is_not_held_up_by_who_is_asked() -> None:
+    """Ctrl-C in the middle: the thread that hangs is nobody's to wait for."""
+    begun, done = Event(), Event()
+
+    def ask(name: str) -> str:
+        if name == "stop":
+            begun.wait(60)
+            raise KeyboardInterrupt
+        begun.set()
+        done.wait(60)
+        return name
+
+    with pytest.raises(KeyboardInterrupt):
+        each_at_once(ask, ["stop", "hangs"])
+    assert not done.is_set()
+    done.set()
+    assert each_at_once(str.upper, ["a", "b"]) == ["A", "B"]

@@ -1,11 +1,13 @@
 """The network floor: measured from the machine's own package index, and no verdict without one."""
 
+import gzip
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import ClassVar
 
 import pytest
@@ -32,6 +34,10 @@ def offer(mbps: float, *, dph: float = 1.0, **raw: object) -> Offer:
         (offer(300.0), None, 30.0),
         (offer(50_000.0), None, netfloor.AUTO_MBPS_MAX),
         (offer(0.0), None, netfloor.AUTO_MBPS),
+        (offer(float("nan")), None, netfloor.AUTO_MBPS),
+        (offer(None), None, netfloor.AUTO_MBPS),  # type: ignore[arg-type]  # of others' adapters
+        (offer(1e9), None, netfloor.AUTO_MBPS_MAX),
+        (offer(1000.0, synthetic=None), None, 100.0),
         (offer(10_000.0, synthetic=("inet_down_mbps",)), None, netfloor.AUTO_MBPS),
         (offer(10_000.0, dph=0.0), None, 0.0),
         (offer(1000.0), 700.0, 700.0),
@@ -98,10 +104,10 @@ def index() -> Iterator[str]:
     thread.join()
 
 
-def measured(tmp_path: Path, url: str) -> tuple[str, str]:
+def measured(tmp_path: Path, url: str, *, timeout_s: int = 60) -> tuple[str, str]:
     """Run the whole check here, with pip set to an index; return its report and what it knows."""
     subprocess.run(
-        ["/bin/sh", "-c", script("check", has_net=True, net_timeout_s=60)],
+        ["/bin/sh", "-c", script("check", has_net=True, net_timeout_s=timeout_s)],
         cwd=tmp_path,
         env={
             "PATH": f"{Path(sys.executable).parent}:{environ()['PATH']}",
@@ -135,3 +141,80 @@ def test_an_index_that_does_not_answer_is_no_verdict(
     assert report.is_whole
     assert said.startswith("network not measured: ")
     assert netfloor.objection(report.net, 1e9) is None
+
+
+class Oddity(BaseHTTPRequestHandler):
+    """Where pip fetches something, and what is there is not what it should be."""
+
+    protocol_version = "HTTP/1.1"
+    stop: ClassVar[Event] = Event()
+
+    def do_GET(self) -> None:
+        kind, _, rest = self.path.removeprefix("/").partition("/")
+        if rest.endswith(".whl") or kind == "page":
+            self._say(b"<html>please log in</html>" if kind == "portal" else b"x" * 200_000)
+        elif kind == "gzip":
+            self._say(gzip.compress(b"<a href='a.whl'>"), ("Content-Encoding", "gzip"))
+        elif kind == "elsewhere":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/passwd")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif kind == "large":
+            self._say(b"<a href='b.tar.gz'>" * 600_000)
+        elif kind in ("hangs", "endless"):
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while not Oddity.stop.wait(0.05):
+                self.wfile.write(b"<" if kind == "endless" else b"")
+        else:
+            self._say(b"<a href='a.whl'>")
+
+    def _say(self, content: bytes, *headers: tuple[str, str]) -> None:
+        self.send_response(200)
+        for name, value in (("Content-Length", str(len(content))), *headers):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_args: object) -> None:
+        """Say nothing."""
+
+    def handle(self) -> None:
+        """Take it that whoever asked may be gone."""
+        with suppress(OSError):
+            super().handle()
+
+
+@pytest.fixture(scope="module")
+def oddity() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Oddity)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    Oddity.stop.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("portal", "too little came to tell, "),
+        ("elsewhere", "the index of pip there does not answer"),
+        pytest.param("gzip", "the index of pip there does", marks=pytest.mark.slow),
+        pytest.param("large", "the index of pip there does", marks=pytest.mark.slow),
+        pytest.param("small", "too little came to tell, 800000", marks=pytest.mark.slow),
+        pytest.param("hangs", "not measured", marks=pytest.mark.slow),
+        pytest.param("endless", "not measured", marks=pytest.mark.slow),
+    ],
+)
+def test_an_odd_index_is_no_verdict(tmp_path: Path, oddity: str, kind: str, why: str) -> None:
+    """A login page, a file of a few bytes, a body without end: none says that a line is slow."""
+    lasts = kind in ("hangs", "endless")
+    text, said = measured(tmp_path, f"{oddity}/{kind}", timeout_s=2 if lasts else 60)
+    assert why in said, text
+    assert parse(text).is_whole
+    assert netfloor.objection(parse(text).net, 1e9) is None

@@ -18,10 +18,11 @@ from paceline.rental.errors import (
     NoOffersError,
     NotProvenGoneError,
 )
+from paceline.rental.ledger import Ledger
 from paceline.rental.lifecycle import MachineState
 from paceline.rental.model import InstanceHandle, Offer, OfferConstraints
 from paceline.rental.orchestrator import Orchestrator, RentRequest
-from paceline.rental.records import FindingKind, Machine
+from paceline.rental.records import FindingKind, Machine, RentedOffer
 from paceline.store.memory import MemoryStore
 from paceline.store.protocol import Record, StoreError
 from paceline.telemetry.events import EVENT_FIELDS
@@ -241,6 +242,47 @@ def test_destroying_twice_and_something_unknown(world: World) -> None:
     assert len(world.fake.calls) == num_calls
     with pytest.raises(UsageError, match="paceline ls"):
         world.orchestrator.destroy("paceline-none")
+
+
+class SlowListing(ListingFakeBackend):
+    """A provider after whose answer somebody else is quicker than whoever asked."""
+
+    meanwhile: list[Callable[[], object]]
+
+    def list_instances(self, *, label_prefix: str = "") -> list[InstanceHandle]:
+        found = super().list_instances(label_prefix=label_prefix)
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return found
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_who_end_an_intent_at_once_are_both_right(world: World, *, exists: bool) -> None:
+    """Between the look and the record somebody else was quicker: it is over, and no failure."""
+    world.fake = fake = SlowListing(clock=world.clock)
+    fake.meanwhile = []
+    label = "paceline-run-1-rollout-0-ff"
+    offer = RentedOffer(id="fake-0", gpu_name="fake", num_gpus=1, dph=1.0)
+    Ledger(world.store).add(
+        Machine(
+            label=label,
+            run_id="run-1",
+            role="rollout",
+            index=0,
+            backend="fake",
+            offer=offer,
+            state=MachineState.INTENDED,
+            intended_at=world.clock.time(),
+        )
+    )
+    if exists:
+        fake.provision("fake-0", disk_gb=1, image="", ssh_pubkey_path=Path("k"), label=label)
+    world.clock.advance(3600)
+    fake.meanwhile.append(lambda: world.new_process().destroy(label))
+    assert world.orchestrator.destroy(label) is None
+    assert fake.meanwhile == []
+    assert world.orchestrator.machines() == ()
+    assert fake.billing() == []
 
 
 def test_an_intent_of_a_dead_process_is_adopted(world: World) -> None:

@@ -7,10 +7,10 @@ from threading import Event
 import pytest
 
 from paceline.core.errors import UsageError
-from paceline.rental import InstanceHandle
+from paceline.rental import InstanceHandle, NoAnswerError
 from paceline.rental.lifecycle import MachineState
 from paceline.runs.cleaning import CleanUp, split
-from paceline.runs.upkeep import NUM_ENDED_MAX
+from paceline.runs.upkeep import NUM_ENDED_MAX, SHARED_S_MAX
 from paceline.testing.fakes.backend import Fault, ListingFakeBackend
 from runs.test_upkeep import Place
 
@@ -139,8 +139,20 @@ def test_without_such_a_listing_one_is_read(place: Place) -> None:
     place.north = _Sharing(place, lambda _since_s: None)
     clean, _ = cleaning(place, "north")
     clean.begin()
+    clean.heard("attempt.failed")
     clean.finish()
     assert place.north.calls == ["list_instances"]
+    assert place.clock.monotonic() >= SHARED_S_MAX
+
+
+def test_where_nothing_is_ordered_nobody_waits_for_others_listing(place: Place) -> None:
+    """Every key is refused, or nothing fits: there will be no listing but ours."""
+    place.north = _Sharing(place, lambda _since_s: None)
+    clean, _ = cleaning(place, "north")
+    clean.begin()
+    clean.finish()
+    assert place.north.calls == ["list_instances"]
+    assert place.clock.monotonic() < SHARED_S_MAX
 
 
 def test_a_bug_in_the_thread_is_raised(place: Place) -> None:
@@ -152,5 +164,63 @@ def test_a_bug_in_the_thread_is_raised(place: Place) -> None:
     place.north = _Sharing(place, broken)
     clean, _ = cleaning(place, "north")
     clean.begin()
+    clean.heard("machine.provisioned")
     with pytest.raises(ZeroDivisionError):
         clean.finish()
+
+
+def test_whoever_stops_before_anything_is_ordered_waits_for_nothing(place: Place) -> None:
+    """A provider that hangs would hold Ctrl-C up; once something is ordered it is looked at."""
+    clean, told = cleaning(place, "north")
+    clean.begin()
+    clean.finish(is_stopped=True)
+    assert (place.north.calls, told) == ([], [])
+    clean.heard("machine.provisioned")
+    clean.finish(is_stopped=True)
+    assert place.north.calls == ["list_instances"]
+
+
+def test_what_takes_long_is_said(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a listing is told so, and what Ctrl-C does."""
+    told_of = Event()
+
+    def listed_since(since_s: float) -> list[InstanceHandle] | None:
+        told_of.wait(60)
+        return []
+
+    monkeypatch.setattr("paceline.runs.cleaning.PATIENCE_S", 0.01)
+    place.north = _Sharing(place, listed_since)
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        told_of.set()
+
+    clean = CleanUp(place, ["north"], tell=tell)
+    clean.begin()
+    clean.heard("machine.provisioned")
+    clean.finish()
+    assert told == ["north: looking for what runs left behind; Ctrl-C leaves it to gc"]
+
+
+def test_a_backend_that_is_not_there_holds_up_no_other(place: Place) -> None:
+    """Its extra is missing now, or a setting is wrong: its machine is named, the rest ends."""
+    theirs, ours = place.rent("run-1", "south"), place.rent("run-2", "north")
+    place.missing.add("south")
+    clean, told = cleaning(place, "north")
+    clean.begin()
+    clean.finish()
+    assert place.bills() == {theirs}
+    assert f"ending {ours}, left by a run that nobody drives" in told
+    assert any("south: pip install" in text for text in told)
+    assert [one.label for one in place.rental.machines()] == [theirs]
+
+
+def test_who_gave_no_answer_just_now_is_not_asked_again(place: Place) -> None:
+    """A search has waited for it already, and nothing of it is on record."""
+    place.rental.heard("north", NoAnswerError("refused", was_sent=False))
+    clean, told = cleaning(place, "north", "south")
+    clean.begin()
+    clean.finish()
+    assert (place.north.calls, place.south.calls) == ([], ["list_instances"])
+    assert told == []

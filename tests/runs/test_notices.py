@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.runs import notices
+from paceline.runs.journal import delay_text
 from paceline.runs.model import NotifySpec
 from paceline.runs.notices import Notifier
 from paceline.system import system_clock
@@ -112,3 +113,29 @@ def test_nobody_is_told_when_nobody_asked() -> None:
     told.tell()
     assert told.notifier._thread is None
     told.notifier.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        (
+            "renting.waiting",
+            {"wait_s": 12.0, "num_tried": 0, "backend": "lambda", "reason": "lambda: 429"},
+            "task-0: trying again in 12 s: lambda: 429",
+        ),
+        (
+            "renting.waiting",
+            {"wait_s": 30.0},
+            "task-0: nothing to be had yet; trying again in 30 s",
+        ),
+        (
+            "attempt.failed",
+            {"backend": "vast", "offer": "7", "reason": "sold out"},
+            "task-0: vast 7 came to nothing: sold out",
+        ),
+        ("machine.running", {}, None),
+    ],
+)
+def test_who_waits_is_told_why(name: str, fields: dict[str, object], said: str | None) -> None:
+    """What makes renting take longer, and nothing else."""
+    assert delay_text(name, {"role": "task", "index": 0, **fields}) == said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError, UsageError
+from paceline.core.errors import MissingExtraError, PacelineError, UsageError
 from paceline.rental import BackendAdapter, BackendError, MissingKeyError
 from paceline.rental.orchestrator import Orchestrator, RentRequest
 from paceline.runs.ledger import RunLedger, RunRecord
@@ -24,6 +24,8 @@ class Place:
 
     state: Path
     clock: FakeClock = field(default_factory=FakeClock)
+    missing: set[str] = field(default_factory=set)
+    """Backends of which a part is not installed any more."""
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(clock=self.clock)
@@ -42,6 +44,8 @@ class Place:
     def backend_of(self, name: str) -> BackendAdapter:
         if name == "keyless":
             raise MissingKeyError("no key")
+        if name in self.missing:
+            raise MissingExtraError(f"{name}: pip install it")
         return {"north": self.north, "south": self.south}[name]
 
     def run_dir(self, run_id: str) -> Path:

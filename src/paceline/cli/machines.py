@@ -14,7 +14,7 @@ import click
 from paceline.cli.completion import run_ids
 from paceline.cli.lines import JsonLines
 from paceline.cli.streams import ReaderGoneError, output_to_stderr
-from paceline.core.errors import ExitStatus, PreflightError, UsageError
+from paceline.core.errors import ExitStatus, MissingExtraError, PreflightError, UsageError
 from paceline.rental import (
     BackendError,
     InstanceNotFoundError,
@@ -91,8 +91,10 @@ def _shown(slot: Slot, *, as_json: bool) -> Iterator[Sink]:
         yield _to_stdout
         return
     lines = JsonLines(slot, lambda text: _to_stdout(text.encode()))
-    yield lines.take
-    lines.close()
+    try:
+        yield lines.take
+    finally:
+        lines.close()
 
 
 @click.command()
@@ -252,12 +254,14 @@ def _refresh(services: Services, config: SshConfig) -> list[str]:
     config.keep({machine.label for machine in machines})
     problems = []
     for machine in machines:
-        backend = services.backend_of(machine.backend)
-        if machine.instance is not None and isinstance(backend, SupportsAccess):
-            try:
+        if machine.instance is None:
+            continue
+        try:
+            backend = services.backend_of(machine.backend)
+            if isinstance(backend, SupportsAccess):
                 config.add(machine, backend.access(machine.instance))
-            except BackendError as exc:
-                problems.append(str(exc))
+        except (BackendError, MissingExtraError) as exc:
+            problems.append(f"{machine.label}: {exc}")
     return problems
 
 
@@ -343,5 +347,8 @@ def _only(names: list[str], run_id: str) -> str:
 def _is_running(services: Services, machine: Machine) -> bool:
     if machine.instance is None:
         return False
-    state = services.backend_of(machine.backend).status(machine.instance).state
+    try:
+        state = services.backend_of(machine.backend).status(machine.instance).state
+    except InstanceNotFoundError:
+        return False
     return state == InstanceState.RUNNING

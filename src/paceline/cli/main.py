@@ -115,12 +115,15 @@ def run(argv: Sequence[str]) -> int:
 def _stop_on_signals() -> None:
     """Let SIGTERM and SIGHUP unwind as Ctrl-C does, until a verb that lasts takes them over.
 
-    One that is ignored stays so: that is what nohup is for.
+    One that is ignored stays so: that is what nohup is for. SIGINT is at its default only where
+    ``paceline.__main__`` has put it there.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)

@@ -244,10 +244,14 @@ def _cleaning_up(services: Services, spec: JobSpec) -> Iterator[Callable[[str], 
         tell=lambda text: click.echo(printable(text), err=True),
     )
     cleaning.begin()
+    is_stopped = False
     try:
         yield cleaning.heard
+    except (KeyboardInterrupt, click.Abort):
+        is_stopped = True
+        raise
     finally:
-        cleaning.finish()
+        cleaning.finish(is_stopped=is_stopped)
 
 
 def _agree(rows: list[PlanRow], *, yes: bool) -> None:

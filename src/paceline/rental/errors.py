@@ -195,16 +195,27 @@ class RequestError(ApiError):
 
 
 class RateLimitError(ApiError):
-    """Too many requests; nothing was done. Wait ``retry_after_s`` and repeat."""
+    """Too many requests; nothing was done. Wait ``rest_s`` and repeat."""
 
     advice = "wait and try again"
 
     def __init__(
-        self, *args: object, retry_after_s: float | None = None, **facts: Unpack[ApiFacts]
+        self,
+        *args: object,
+        retry_after_s: float | None = None,
+        pace_s: float = 5.0,
+        **facts: Unpack[ApiFacts],
     ) -> None:
         super().__init__(*args, **facts)
         self.retry_after_s = retry_after_s
         """What the provider said; None where it did not."""
+        self.pace_s = pace_s
+        """How far apart such calls are to be, as far as is known."""
+
+    @property
+    def rest_s(self) -> float:
+        """Return how long to wait before the next such call."""
+        return max(self.pace_s, self.retry_after_s or 0.0)
 
 
 class AmbiguousError(ApiError):

@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from paceline.core.errors import DeadlineExceededError
+from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.rental.errors import (
     AmbiguousError,
     AuthError,
@@ -27,6 +27,8 @@ from paceline.rental.errors import (
     ProvisionError,
     RateLimitError,
     RequestError,
+    Silence,
+    Silent,
     SshKeyError,
     SshUnreachableError,
 )
@@ -38,6 +40,8 @@ _DAY_S: Final = 86_400.0
 NUM_BAD_HOSTS: Final = 3
 """So many machines of one kind that failed in one place, and the place is passed over too."""
 _BAD_PLACE_S: Final = _HOUR_S
+BUSY_S_MAX: Final = _MINUTE_S
+"""So long is a backend waited for that was called too often, where another could be tried."""
 _BAD_IMAGE: Final = re.compile(
     r"manifest unknown|repository does not exist|no such image|pull access denied",
     re.IGNORECASE,
@@ -106,7 +110,7 @@ RULES: Final = MappingProxyType(
         FailureKind.CAPACITY: Rule(
             move=NextMove.NEXT_OFFER, scope=Scope.OFFER, block_s=_MINUTE_S / 2
         ),
-        FailureKind.BUSY: Rule(move=NextMove.NEXT_BACKEND, scope=Scope.BACKEND, block_s=_MINUTE_S),
+        FailureKind.BUSY: Rule(move=NextMove.NEXT_BACKEND, scope=Scope.BACKEND, block_s=0.0),
         FailureKind.ACCOUNT: Rule(
             move=NextMove.NEXT_BACKEND, scope=Scope.BACKEND, block_s=0.0, is_passing=False
         ),
@@ -221,6 +225,32 @@ def kind_of(failure: Exception) -> FailureKind | None:
         *_BY_CAUSE,
     )
     return next((kind for cls, kind in kinds if isinstance(failure, cls)), None)
+
+
+def is_refused(
+    history: Iterable[Attempt], silent: Iterable[Silent], *, backends: Iterable[str]
+) -> bool:
+    """Return whether each backend refuses us, when asked what it has or when ordered from."""
+    kinds: dict[str, set[FailureKind]] = {}
+    for attempt in history:
+        kinds.setdefault(attempt.backend, set()).add(attempt.kind)
+    refusing = {name for name, found in kinds.items() if found == {FailureKind.ACCOUNT}}
+    refusing |= {one.backend for one in silent if one.silence is Silence.REFUSED}
+    return refusing >= set(backends)
+
+
+def rest_s(failure: PacelineError, *, patience_s: float) -> float | None:
+    """Return how long to wait before a refused create is made again; None: do something else.
+
+    Only for a provider that was called too often, and only where it is sure that nothing was made:
+    another process of the same account may have been a moment earlier.
+    """
+    cause = failure.__cause__
+    if not isinstance(failure, ProvisionError) or failure.leaked is not None:
+        return None
+    if not isinstance(cause, RateLimitError) or cause.rest_s > patience_s:
+        return None
+    return cause.rest_s
 
 
 def may_pass(failure: BackendError) -> bool:

@@ -101,8 +101,9 @@ class Pacer:
         *,
         now_s: float,
         bursts: Mapping[str, int] | None = None,
+        wait_s_max: float = float("inf"),
     ) -> float:
-        """Return how long to wait before the next call in these lanes, and take that place."""
+        """Return how long to wait for a place in these lanes, and take it if within the limit."""
         ahead_s = {
             lane: interval_s * ((bursts or {}).get(lane, 1) - 1)
             for lane, interval_s in intervals_s.items()
@@ -115,6 +116,8 @@ class Pacer:
                     self._rested_at_s[lane] = max(self._rested_at_s[lane], held_s)
             free_s = [self._rested_at_s[lane] - ahead_s[lane] for lane in intervals_s]
             at_s = max(now_s, *free_s)
+            if at_s - now_s > wait_s_max:
+                return at_s - now_s
             for lane, interval_s in intervals_s.items():
                 self._rested_at_s[lane] = max(at_s, self._rested_at_s[lane]) + interval_s
                 self._latest_s[lane] = at_s
@@ -321,8 +324,11 @@ class HttpApi:
     def _pace(self, request: _Request, *, deadline_s: float) -> float:
         """Wait for a place in the provider's pace, and return when it was."""
         now_s = self._parts.clock.monotonic()
-        wait_s = self._pacer.reserve(self._lanes(request), now_s=now_s, bursts=self._dialect.bursts)
-        if now_s + wait_s > deadline_s:
+        left_s = deadline_s - now_s
+        wait_s = self._pacer.reserve(
+            self._lanes(request), now_s=now_s, bursts=self._dialect.bursts, wait_s_max=left_s
+        )
+        if wait_s > left_s:
             raise RateLimitError(
                 f"{self._dialect.backend}: {request.what}: the provider's pace leaves no room "
                 f"before its deadline, the next place is in {wait_s:.0f} s; try again later",
@@ -384,9 +390,9 @@ class HttpApi:
             after_s = _retry_after_s(response.headers, now_s=self._parts.clock.time())
             until_s = self._parts.clock.monotonic() + min(after_s or _HOLD_S, _RETRY_AFTER_S_MAX)
             self._pacer.hold(request.lane, until_s=until_s)
-            raise RateLimitError(
-                f"{message}; {refusal.kind.advice}", retry_after_s=after_s, **facts
-            )
+            pace_s = max(_HOLD_S, *self._lanes(request).values())
+            message += f"; {refusal.kind.advice}"
+            raise RateLimitError(message, retry_after_s=after_s, pace_s=pace_s, **facts)
         raise refusal.kind(f"{message}; {refusal.kind.advice}", **facts)
 
     def _is_ours(self, url: str) -> bool:

@@ -28,6 +28,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.request import Request, urlopen
 
 BEGUN_S, PACKAGES, PIECE = time.monotonic(), ("nvidia-cublas-cu12", "numpy"), 16 << 20
+ENOUGH, SPAN_S = 1 << 20, 0.3
 BUDGET_S = 0.9 * float(sys.argv[1])
 total, first_s, lock = 0, None, threading.Lock()
 
@@ -66,12 +67,12 @@ def load(url, place):
         span = "bytes=%d-%d" % (place * PIECE, (place + 1) * PIECE - 1)
         with urlopen(Request(url, headers={"Range": span}), timeout=left_s()) as answer:
             while True:
-                got = len(answer.read(65536))
+                got = len(answer.read1(65536))
+                if not got:
+                    return
                 with lock:
                     first_s = first_s or time.monotonic()
                     total += got
-                if not got:
-                    return
     except (OSError, ValueError):
         return
 
@@ -89,7 +90,12 @@ try:
     with lock:
         if not total:
             end("net=untested: nothing came from where pip there fetches")
-        end("net_bytes_s=%d" % (total / max(1e-3, time.monotonic() - begun_s)))
+        span_s = time.monotonic() - first_s
+        if total < ENOUGH and not any(thread.is_alive() for thread in threads):
+            end("net=untested: too little came to tell, %d bytes" % total)
+        if total < ENOUGH and span_s < SPAN_S:
+            end("net=untested: it came too late to tell")
+        end("net_bytes_s=%d" % (total / max(1e-3, span_s)))
 except (OSError, ValueError, subprocess.TimeoutExpired):
     end("net=untested: pip there does not answer")
 """
@@ -157,8 +163,8 @@ def floor_mbps(offer: Offer, wanted: float | None) -> float:
     if offer.dph <= 0:
         return 0.0
     raw: Mapping[str, Any] = offer.raw
-    made_up = raw.get("synthetic", ())
-    if "inet_down_mbps" in made_up or offer.inet_down_mbps <= 0:
+    made_up = raw.get("synthetic") or ()
+    if "inet_down_mbps" in made_up or not (offer.inet_down_mbps or 0.0) > 0.0:  # NaN, too
         return AUTO_MBPS
     return min(AUTO_MBPS_MAX, CLAIM_SHARE * offer.inet_down_mbps)
 

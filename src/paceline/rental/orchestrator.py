@@ -7,7 +7,6 @@ or that it never was.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
@@ -18,7 +17,7 @@ from paceline.rental.costs import Billed, By, CostRow, cost_rows
 from paceline.rental.death import Death
 from paceline.rental.drivers.billing import billed
 from paceline.rental.drivers.ending import Ender, Proof
-from paceline.rental.drivers.parts import Acceptor, AskAll, RentalParts
+from paceline.rental.drivers.parts import Acceptor, AskAll, RentalParts, each_at_once
 from paceline.rental.drivers.reconciling import Reconciler
 from paceline.rental.drivers.renting import Renter
 from paceline.rental.drivers.searching import Plans, Searcher
@@ -107,12 +106,17 @@ class Orchestrator:
         """Take note that a backend could not be reached, so that a plan need not find it out."""
         self._searcher.heard(name, failure)
 
+    def is_down(self, name: str) -> bool:
+        """Return whether a backend gave no answer just now; asking again costs seconds."""
+        return self._searcher.is_down(name)
+
     def rent(self, request: RentRequest) -> Machine:
         """Return a machine that runs and was accepted, from the first offer that becomes one.
 
         Raises:
             NoOffersError: nothing on offer fits; AttemptsFailedError, NeverReadyError: none of
-                what fits became a machine, with one line for every attempt.
+                what fits became a machine, with one line for every attempt; AllRefusedError: no
+                key, account or setting of ours is taken anywhere.
             ProvisionError, BootFailedError, SshKeyError: what is asked for is wrong wherever it
                 is asked; nothing more was tried.
             BudgetError: the hard cap does not pay for another attempt.
@@ -231,5 +235,4 @@ class Orchestrator:
 
 def at_once(ask: Callable[[str], BackendAnswer], names: Sequence[str]) -> list[BackendAnswer]:
     """Ask all backends at the same time and return their answers in the order of ``names``."""
-    with ThreadPoolExecutor(max_workers=len(names)) as pool:
-        return list(pool.map(ask, names))
+    return each_at_once(ask, names)

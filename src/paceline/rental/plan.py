@@ -9,8 +9,10 @@ from paceline.core.errors import PreflightError, UsageError
 from paceline.core.text import told_by
 from paceline.rental.errors import (
     AllRefusedError,
+    AttemptsFailedError,
     AuthError,
     BalanceError,
+    NeverReadyError,
     NobodyAnsweredError,
     NoOffersError,
     ProvisionError,
@@ -18,7 +20,7 @@ from paceline.rental.errors import (
     Silence,
     Silent,
 )
-from paceline.rental.failover import Block
+from paceline.rental.failover import OF_MACHINES, Attempt, Block, is_refused
 from paceline.rental.hosts import HostRecord, first_hour_usd
 from paceline.rental.model import Offer, OfferConstraints
 from paceline.rental.relaxing import (
@@ -163,6 +165,29 @@ def nothing_to_try(plan: RentPlan, *, who: str, gpu: str) -> NoOffersError:
         f"role, allow another backend, or wait for it with --retry-until-up{unasked}",
         backends=plan.silent,
     )
+
+
+def nothing_left(request: RentRequest, plan: RentPlan, history: Sequence[Attempt]) -> NoOffersError:
+    """Return the error that tells of every attempt, one line each, with what it cost."""
+    if not plan.attempts and not history:
+        return nothing_to_try(plan, who=request.slot, gpu=request.gpu)
+    tried = "".join(f"\n  {attempt}" for attempt in history) or " nothing"
+    near = "; ".join(map(str, plan.relaxations))
+    advice = f"Nearest: {near}. " if near else ""
+    text = (
+        f"{request.role} {request.index}: no {request.gpu} could be rented. Tried:{tried}\n"
+        f"Passed over: {plan.explain() or 'nothing'}. {advice}Allow another backend, a higher "
+        "price or less disk, or wait for it with --retry-until-up"
+    )
+    if any(attempt.kind in OF_MACHINES for attempt in history):
+        return NeverReadyError(text)
+    if is_refused(history, plan.silent, backends=request.backends):
+        return AllRefusedError(
+            f"{request.role} {request.index}: every backend refuses us. Tried:{tried}\n"
+            "Mend that, or allow another backend",
+            backends=plan.silent,
+        )
+    return AttemptsFailedError(text)
 
 
 def silence_of(failure: Exception) -> Silence:

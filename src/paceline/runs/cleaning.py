@@ -7,12 +7,15 @@ calls then answer with the listing that the wait for the new machine reads anywa
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Lock, Thread
 
 from paceline.core.errors import PacelineError
 from paceline.rental.records import Machine
 from paceline.runs.upkeep import EndRule, Keeping, end_left_overs, find_left_overs
 
+PATIENCE_S = 3.0
+"""After so long it is said what is waited for."""
 REST_TIMEOUT_S = 900.0
 """For what comes late: a listing, and the end of what it shows."""
 
@@ -53,27 +56,40 @@ class CleanUp:
 
     def heard(self, event: str) -> None:
         """Go on with the backends that are left, once: something has become of an order."""
+        self._go_on(since_s=self._begun_s)
+
+    def _go_on(self, *, since_s: float | None) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = Thread(target=self._end_rest, name="clean-up", daemon=True)
+                work = partial(self._end_rest, since_s)
+                self._thread = Thread(target=work, name="clean-up", daemon=True)
                 self._thread.start()
 
-    def finish(self) -> None:
-        """Return when all backends have been looked at, also where nothing was ordered."""
-        self.heard("")
+    def finish(self, *, is_stopped: bool = False) -> None:
+        """Return when all backends have been looked at, also where nothing was ordered.
+
+        Whoever ``is_stopped`` before anything was ordered has left nothing, and waits for nothing.
+        """
+        if not is_stopped:
+            self._go_on(since_s=None)  # nobody else reads a listing any more
         thread = self._thread
         if thread is not None:
-            thread.join(REST_TIMEOUT_S)
+            names = ", ".join(self._later)
+            thread.join(PATIENCE_S)
             if thread.is_alive():
-                names = ", ".join(self._later)
+                self._tell(f"{names}: looking for what runs left behind; Ctrl-C leaves it to gc")
+                thread.join(REST_TIMEOUT_S)
+            if thread.is_alive():
                 self._tell(f"{names}: what runs left behind is not ended yet; run paceline gc")
         if self._bug is not None:
             raise self._bug
 
-    def _end_rest(self) -> None:
+    def _end_rest(self, since_s: float | None) -> None:
         try:
-            if self._later:
-                self._end(self._later, since_s=self._begun_s)
+            # Nothing of them is on record: who does not answer now is asked by the next command.
+            names = [name for name in self._later if not self._keeping.rental.is_down(name)]
+            if names:
+                self._end(names, since_s=since_s)
         except PacelineError as exc:
             self._tell(str(exc))
         except BaseException as exc:  # noqa: BLE001 - raised on by finish

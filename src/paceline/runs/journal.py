@@ -49,3 +49,17 @@ class Journal:
                 return None
             self._is_told = True
             return self._problem
+
+
+def delay_text(name: str, fields: Mapping[str, object]) -> str | None:
+    """Return why renting takes longer, for whoever waits for it; None for all other events."""
+    slot = f"{fields.get('role')}-{fields.get('index')}"
+    if name == "attempt.failed":
+        tried = f"{fields.get('backend')} {fields.get('offer')}"
+        return f"{slot}: {tried} came to nothing: {fields.get('reason')}"
+    if name != "renting.waiting":
+        return None
+    wait = f"trying again in {float(str(fields.get('wait_s'))):.0f} s"
+    if "reason" in fields:
+        return f"{slot}: {wait}: {fields['reason']}"
+    return f"{slot}: nothing to be had yet; {wait}"

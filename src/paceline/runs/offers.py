@@ -1,7 +1,6 @@
 """What each role of a job would be rented from, for how much, and what was passed over."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from paceline.core.text import told_by
 from paceline.rental import AllRefusedError, BudgetError, NoOffersError, Offer
 from paceline.rental.budget import AtWorst, PlannedRole, refuse_plan, worst_case
 from paceline.rental.catalogue import parse_target
+from paceline.rental.drivers.parts import each_at_once
 from paceline.rental.drivers.renting import AGAIN
 from paceline.rental.orchestrator import Orchestrator
 from paceline.rental.plan import NUM_ATTEMPTS_MAX, RentPlan, nothing_to_try
@@ -85,8 +85,7 @@ def plan_rows(planning: Planning, job: JobSpec, *, explain: bool = True) -> list
 
     plans: dict[str, RentPlan] = {}
     for wave in waves(job.roles):
-        with ThreadPoolExecutor(max_workers=len(wave)) as pool:
-            plans |= zip((role.name for role in wave), pool.map(ask, wave), strict=True)
+        plans |= zip((role.name for role in wave), each_at_once(ask, wave), strict=True)
     taken: set[tuple[str, str]] = set()
     rows = [_row(role, plans[role.name], taken) for role in job.roles]
     refusal = refuse_plan([row.planned for row in rows], job.budget)

@@ -9,6 +9,7 @@ import pytest
 from paceline.rental.backends.lambda_.adapter import LambdaBackend
 from paceline.rental.backends.lambda_.keys import KnownKeys
 from paceline.rental.errors import ProvisionError, SshDeniedError
+from paceline.rental.failover import rest_s
 from paceline.rental.looks import LOOK_S_MAX
 from paceline.rental.model import InstanceHandle
 from paceline.rental.remote.protocol import SshTarget
@@ -61,9 +62,11 @@ class World:
         )
         return LambdaBackend(parts=parts)
 
-    def rent(self, adapter: LambdaBackend, offer: str = OFFER) -> InstanceHandle:
+    def rent(
+        self, adapter: LambdaBackend, offer: str = OFFER, *, rest_s: float = 12.0
+    ) -> InstanceHandle:
         self.num_labels += 1
-        self.fake.clock.sleep(12.0)  # launches are so far apart
+        self.fake.clock.sleep(rest_s)  # launches are so far apart
         return adapter.provision(
             offer,
             disk_gb=1,
@@ -100,6 +103,33 @@ def test_a_machines_life_costs_four_calls(world: World) -> None:
         assert set(calls[1:]) == {f"GET /api/v1/instances/{h.instance_id}"}
         assert world.fake.billing() == []
     assert world.fake.num_rate_limited == 0
+
+
+def test_a_launch_right_after_another_process_says_when_it_may_come(world: World) -> None:
+    """Processes know nothing of each other's pace: nothing is made, and twelve seconds do it."""
+    other = world.rent(world.adapter())
+    world.fake.clock.sleep(3.0)
+    adapter = world.adapter()
+    with pytest.raises(ProvisionError) as caught:
+        world.rent(adapter, rest_s=0.0)
+    assert rest_s(caught.value, patience_s=60.0) == pytest.approx(12.0)
+    assert rest_s(caught.value, patience_s=11.0) is None
+    assert [one.label for one in world.fake.billing()] == [other.label]
+    world.fake.clock.sleep(12.0)
+    world.rent(adapter, rest_s=0.0)
+    assert len(world.fake.billing()) == 2
+
+
+def test_more_launches_than_there_is_time_for_take_no_places(world: World) -> None:
+    """Whoever cannot wait for its turn is no one's turn: the next caller is not put behind it."""
+    adapter = world.adapter()
+    world.rent(adapter)
+    launches = adapter._client._api._pacer
+    lanes = {"launch": 12.0}
+    now_s = world.fake.clock.monotonic()
+    waits = [launches.reserve(lanes, now_s=now_s, wait_s_max=30.0) for _ in range(9)]
+    assert waits[:2] == pytest.approx([12.0, 24.0], abs=1.0)
+    assert waits[2:] == pytest.approx([36.0] * 7, abs=1.0)
 
 
 def test_the_listing_of_the_wait_is_there_for_whoever_compares_the_record(world: World) -> None:

@@ -62,6 +62,14 @@ class Ender:
         found = self._find(machine)
         if is_over(found.state):
             return None
+        try:
+            return self._destroy(found, is_thorough=is_thorough)
+        except IllegalMoveError:
+            if is_over(self._find(machine).state):
+                return None  # somebody else ended it meanwhile
+            raise
+
+    def _destroy(self, found: Machine, *, is_thorough: bool) -> Proof | None:
         if found.instance is None:
             found, _ = self._looker.resolve(found, waits=True)
             if found.state is MachineState.NEVER_CREATED:

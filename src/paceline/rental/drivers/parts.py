@@ -1,8 +1,10 @@
 """What the drivers work with: the record, backends by name, clock, and who is told."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from threading import Thread
+from typing import Protocol, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.rental.backends.protocol import BackendAdapter, SupportsListingLag
@@ -22,6 +24,8 @@ SETTLE_S = 30.0
 SETTLE_S_MAX = 120.0
 """How long it waits where that is enough for the listing to prove that there is none."""
 POLL_S = 2.0
+_T = TypeVar("_T")
+_In = TypeVar("_In")
 
 
 class Acceptor(Protocol):
@@ -87,6 +91,25 @@ class RentalParts:
                 },
             )
         return ended
+
+
+def each_at_once(ask: Callable[[_In], _T], items: Sequence[_In]) -> list[_T]:
+    """Return the answers in the order of ``items``; raises the first failure in that order.
+
+    Ctrl-C is heard while a provider hangs: what is asked goes on in a thread that ends with the
+    process, and nobody waits for it.
+    """
+    answers: list[Future[_T]] = [Future() for _ in items]
+
+    def work(answer: Future[_T], item: _In) -> None:
+        try:
+            answer.set_result(ask(item))
+        except BaseException as exc:  # noqa: BLE001 - raised on by whoever asked
+            answer.set_exception(exc)
+
+    for answer, item in zip(answers, items, strict=True):
+        Thread(target=work, args=(answer, item), name="ask", daemon=True).start()
+    return [answer.result() for answer in answers]
 
 
 def lag_of(backend: BackendAdapter) -> float:

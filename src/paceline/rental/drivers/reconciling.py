@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from paceline.core.errors import PacelineError
 from paceline.rental.backends.protocol import SupportsDeathCause, SupportsListing
 from paceline.rental.death import Death, Seen, bills, cause_of
 from paceline.rental.drivers.looking import Looker
@@ -28,6 +29,8 @@ class _Listing:
     prefix: str
     instances: Sequence[InstanceHandle] = ()
     problem: str = ""
+    is_absent: bool = False
+    """Nothing can be asked of it here: a part is missing, or a setting is wrong."""
 
     @property
     def ids(self) -> frozenset[str]:
@@ -49,14 +52,11 @@ class Reconciler:
         records = self._parts.ledger.machines(run_id)
         names = sorted({machine.backend for machine in records} | set(backends))
         listings = {name: self._list(name, run_id) for name in names}
-        ids = {name: listing.ids for name, listing in listings.items()}
         findings = [
             finding
             for machine in records
-            if not is_over(machine.state)
-            and machine.label not in without
-            and not _is_in(machine, ids[machine.backend])
-            for finding in self._unless_moved(machine, partial(self._check, machine))
+            if not is_over(machine.state) and machine.label not in without
+            for finding in self._compare(machine, listings[machine.backend])
         ]
         known = {machine.label: machine for machine in self._parts.ledger.machines()}
         for listing in listings.values():
@@ -103,6 +103,14 @@ class Reconciler:
             told = backend.death_cause(status, is_spot=machine.offer.is_spot)
         return status, told, f"{machine.backend} says {status.state}"
 
+    def _compare(self, machine: Machine, listing: _Listing) -> list[Finding]:
+        """Bring one live record up to date, where the listing leaves something to ask."""
+        if listing.is_absent:
+            return [_finding(FindingKind.NOT_PROVEN, machine, listing.problem)]
+        if _is_in(machine, listing.ids):
+            return []
+        return self._unless_moved(machine, partial(self._check, machine))
+
     def _check(self, machine: Machine) -> list[Finding]:
         """Bring one live record up to date."""
         if machine.instance is None:
@@ -130,8 +138,12 @@ class Reconciler:
 
     def _list(self, name: str, run_id: str | None) -> _Listing:
         """Return what a backend lists under labels of ours: one call for all its machines."""
-        backend = self._parts.backend(name)
         prefix = LABEL_PREFIX if run_id is None else f"{LABEL_PREFIX}{run_id}-"
+        try:
+            backend = self._parts.backend(name)
+        except PacelineError as exc:  # one backend that is not there holds up no other
+            problem = f"cannot be asked: {exc}"
+            return _Listing(backend=name, prefix=prefix, problem=problem, is_absent=True)
         if not isinstance(backend, SupportsListing):
             return _Listing(backend=name, prefix=prefix)
         try:

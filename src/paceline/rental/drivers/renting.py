@@ -18,23 +18,21 @@ from paceline.rental.drivers.looking import Looker
 from paceline.rental.drivers.parts import POLL_S, RentalParts
 from paceline.rental.drivers.searching import Searcher
 from paceline.rental.errors import (
-    AttemptsFailedError,
     BackendError,
     BudgetError,
     IllegalMoveError,
-    NeverReadyError,
-    NoOffersError,
     ProvisionError,
     RentingStoppedError,
 )
 from paceline.rental.failover import (
-    OF_MACHINES,
+    BUSY_S_MAX,
     RULES,
     Attempt,
     FailureKind,
     NextMove,
     kind_of,
     may_pass,
+    rest_s,
     with_attempt,
 )
 from paceline.rental.lifecycle import MachineState
@@ -44,7 +42,7 @@ from paceline.rental.plan import (
     RentPlan,
     RentRequest,
     after_failure,
-    nothing_to_try,
+    nothing_left,
 )
 from paceline.rental.reasons import Reasons
 from paceline.rental.records import Machine, make_label, offer_summary
@@ -52,6 +50,8 @@ from paceline.store.protocol import StoreError
 
 BOOT_SLICE_S = 300.0
 """For so long the money is not looked at while a machine boots; longer than keys may be refused."""
+REST_SLICE_S = 5.0
+"""So often whoever waits looks whether its run ends."""
 SPOT_MARGIN = 1.25
 """What is bid where no limit is given, in shares of today's price: the least bid loses first."""
 AGAIN = RetryPolicy(attempts=2**31, first_delay_s=30.0, delay_s_max=300.0, jitter=0.0)
@@ -100,9 +100,9 @@ class Renter:
             num_rounds += 1
             wait_s = AGAIN.delay_s(num_rounds, chance=0.0) or 0.0
             if not _is_passing(plan, history) or clock.monotonic() + wait_s > until_s:
-                raise _nothing_left(request, plan, history)
+                raise nothing_left(request, plan, history)
             self._tell(request, "renting.waiting", wait_s=wait_s, num_tried=len(history))
-            clock.sleep(wait_s)
+            self._rest(request, wait_s)
 
     def _try_all(
         self,
@@ -118,7 +118,12 @@ class Renter:
                 return None
             if offer.backend in refusing or self._is_blocked(offer):
                 continue
-            got = self._try(request, offer, history)
+            others = {one.backend for one in plan.attempts} - refusing - {offer.backend}
+            busy_s = BUSY_S_MAX if others else request.boot_timeout_s
+            busy_until_s = self._parts.clock.monotonic() + busy_s
+            if until_s is not None:
+                busy_until_s = min(until_s, busy_until_s)
+            got = self._try(request, offer, history, busy_until_s=busy_until_s)
             if isinstance(got, Machine):
                 return got
             if got is NextMove.NEXT_BACKEND:
@@ -126,18 +131,22 @@ class Renter:
         return None
 
     def _try(
-        self, request: RentRequest, offer: Offer, history: list[Attempt]
+        self,
+        request: RentRequest,
+        offer: Offer,
+        history: list[Attempt],
+        *,
+        busy_until_s: float,
     ) -> Machine | NextMove:
         """Make one attempt; return what follows where it fails, raise where nothing does."""
-        self._go_on(request)
-        self._check_budget(request, offer)
+        self._check(request, offer)
         before_usd = self._spent_on(request)
         with self._claim(offer) as is_ours:
             if not is_ours:
                 history[:] = with_attempt(history, _taken_by_us(offer))
                 return NextMove.NEXT_OFFER
             try:
-                return self._attempt(request, offer)
+                return self._patient_attempt(request, offer, history, until_s=busy_until_s)
             except PacelineError as exc:
                 kind = kind_of(exc)
                 if kind is None:
@@ -147,6 +156,30 @@ class Renter:
                 if RULES[kind].move is NextMove.STOP:
                     raise
                 return RULES[kind].move
+
+    def _patient_attempt(
+        self, request: RentRequest, offer: Offer, history: list[Attempt], *, until_s: float
+    ) -> Machine:
+        """Make an attempt, again and again while its backend says that we call it too often."""
+        clock = self._parts.clock
+        while True:
+            try:
+                return self._attempt(request, offer)
+            except ProvisionError as exc:
+                wait_s = rest_s(exc, patience_s=until_s - clock.monotonic())
+                if wait_s is None:
+                    raise
+                self._go_on(request)
+                self._tell(
+                    request,
+                    "renting.waiting",
+                    wait_s=wait_s,
+                    num_tried=len(history),
+                    backend=offer.backend,
+                    reason=str(exc),
+                )
+                self._rest(request, wait_s)
+            self._check(request, offer)
 
     def _note(
         self,
@@ -345,6 +378,13 @@ class Renter:
                 with self._lock:
                     self._claimed.discard(key)
 
+    def _rest(self, request: RentRequest, wait_s: float) -> None:
+        """Wait, but no longer than the run goes on."""
+        until_s = self._parts.clock.monotonic() + wait_s
+        while (left_s := until_s - self._parts.clock.monotonic()) > 0:
+            self._parts.clock.sleep(min(REST_SLICE_S, left_s))
+            self._go_on(request)
+
     def _go_on(self, request: RentRequest) -> None:
         with self._lock:
             is_stopped = request.run_id in self._stopped
@@ -359,7 +399,9 @@ class Renter:
         blocks = self._parts.memory.blocks(now_s=now_s)
         return any(block.covers(offer, now_s=now_s) for block in blocks)
 
-    def _check_budget(self, request: RentRequest, offer: Offer) -> None:
+    def _check(self, request: RentRequest, offer: Offer) -> None:
+        """Raise where no attempt is to be begun: the run ends, or cannot pay for it."""
+        self._go_on(request)
         if request.hard_usd is None:
             return
         refusal = refuse_attempt(
@@ -430,20 +472,3 @@ def _is_passing(plan: RentPlan, history: list[Attempt]) -> bool:
         return True
     asked = {offer.backend for offer in plan.attempts} | {left.backend for left in plan.passed_over}
     return any(name not in latest or RULES[latest[name].kind].is_passing for name in asked)
-
-
-def _nothing_left(request: RentRequest, plan: RentPlan, history: list[Attempt]) -> NoOffersError:
-    """Return the error that tells of every attempt, one line each, with what it cost."""
-    if not plan.attempts and not history:
-        return nothing_to_try(plan, who=request.slot, gpu=request.gpu)
-    tried = "".join(f"\n  {attempt}" for attempt in history) or " nothing"
-    near = "; ".join(map(str, plan.relaxations))
-    advice = f"Nearest: {near}. " if near else ""
-    text = (
-        f"{request.role} {request.index}: no {request.gpu} could be rented. Tried:{tried}\n"
-        f"Passed over: {plan.explain() or 'nothing'}. {advice}Allow another backend, a higher "
-        "price or less disk, or wait for it with --retry-until-up"
-    )
-    was_made = any(attempt.kind in OF_MACHINES for attempt in history)
-    kind = NeverReadyError if was_made else AttemptsFailedError
-    return kind(text)

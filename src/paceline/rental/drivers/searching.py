@@ -134,6 +134,10 @@ class Searcher:
         self._plans.heard(answer, now_s=clock.monotonic())
         return answer
 
+    def is_down(self, name: str) -> bool:
+        """Return whether a backend gave no answer just now."""
+        return self._plans.down(name, now_s=self._parts.clock.monotonic()) is not None
+
     def heard(self, name: str, failure: Exception) -> None:
         """Take note that another question never reached a backend; offers need not be asked for."""
         if isinstance(failure, NoAnswerError) and not failure.was_sent:

@@ -263,7 +263,7 @@ class LocalRemote:
 
     def _not_found(self) -> InstanceNotFoundError:
         return InstanceNotFoundError(
-            f"machine {self._machine_id} does not exist any more; provision another"
+            f"machine {self._machine_id} does not exist any more; see `paceline ls`"
         )
 
 

@@ -111,7 +111,7 @@ def ssh_target(
     """
     name = f"{h.backend} machine {h.instance_id}"
     if InstanceState.parse(status.state) is InstanceState.DESTROYED:
-        raise InstanceNotFoundError(f"{name} does not exist any more; provision another")
+        raise InstanceNotFoundError(f"{name} does not exist any more; see `paceline ls`")
     found = _ENDPOINT.fullmatch(status.public_endpoint or "")
     if found is None:
         raise SshUnreachableError(

@@ -138,7 +138,7 @@ def error_of(
                 "some seconds after the machine; if not, see that its public half was given"
             )
         case Trouble.NO_MACHINE:
-            return InstanceNotFoundError(f"{name} does not exist any more; provision another")
+            return InstanceNotFoundError(f"{name} does not exist any more; see `paceline ls`")
         case Trouble.UNREACHABLE | Trouble.CUT:
             return SshUnreachableError(
                 f"{name}: no answer from {address}: {quote}. Wait if it is still starting; "

@@ -302,7 +302,7 @@ def _drive(services: Services, order: Order, around: _Around) -> RunResult:
         environ=system.environ(),
         is_adopted=bool(around.part.adopted),
     ) as care:
-        rental = with_notices(services, care.journal, heard=order.heard)
+        rental = with_notices(services, care.journal, heard=order.heard, note=around.watcher.note)
         fleet = Fleet(_fleet_parts(services, order, around, care=care, rental=rental))
         care.puller.use(fleet)
         after_s = job.dead_man.after_s

@@ -17,7 +17,7 @@ from paceline.rental.records import Machine
 from paceline.rental.remote.protocol import Access
 from paceline.rental.remote.tail import Sink, Tail
 from paceline.runs.bootstrap import Guest
-from paceline.runs.journal import Journal
+from paceline.runs.journal import Journal, delay_text
 from paceline.runs.ledger import RunLedger
 from paceline.runs.sshconfig import SshConfig
 from paceline.store.protocol import Store
@@ -140,16 +140,22 @@ def access_of(services: Services, machine: Machine) -> Access:
 
 
 def with_notices(
-    services: Services, journal: Journal, *, heard: Callable[[str], None]
+    services: Services,
+    journal: Journal,
+    *,
+    heard: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> Orchestrator:
     """Return the rental half as one run has it: what it tells goes into the run's journal.
 
-    ``heard`` is given the name of each event.
+    ``heard`` is given the name of each event, ``note`` what somebody who waits wants to know.
     """
 
     def notify(name: str, fields: Mapping[str, object]) -> None:
         journal.record(name, fields)
         heard(name)
+        if (said := delay_text(name, fields)) is not None:
+            note(said)
         forget_name(services.state_dir, name, fields)
 
     return services.rental.telling(notify)

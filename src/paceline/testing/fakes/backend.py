@@ -14,6 +14,7 @@ from paceline.rental.errors import (
     InstanceNotFoundError,
     NoOffersError,
     ProvisionError,
+    RateLimitError,
     SshUnreachableError,
 )
 from paceline.rental.model import (
@@ -34,6 +35,8 @@ class Fault(StrEnum):
 
     NO_CAPACITY = "no_capacity"
     """provision: sure that nothing was created."""
+    TOO_OFTEN = "too_often"
+    """provision: 429, before anything was done."""
     REFUSED = "refused"
     """provision: an error that nobody thought of, and nothing was created."""
     ERROR_BUT_CREATED = "error_but_created"
@@ -123,6 +126,10 @@ class FakeBackend:
         fault = self._take_fault(*_PROVISION_FAULTS)
         if not offer_id.startswith(f"{self.name}-") or fault is Fault.NO_CAPACITY:
             raise ProvisionError(f"{self.name}: no capacity for offer {offer_id}")
+        if fault is Fault.TOO_OFTEN:
+            raise ProvisionError(f"{self.name}: too many requests") from RateLimitError(
+                "429", pace_s=12.0
+            )
         if fault is Fault.REFUSED:
             raise BackendError(f"{self.name}: status 418")
         handle = self._add(offer_id, label, boots=fault is not Fault.NEVER_BOOTS)
@@ -297,6 +304,7 @@ class ListingFakeBackend(FakeBackend):
 
 _PROVISION_FAULTS = (
     Fault.NO_CAPACITY,
+    Fault.TOO_OFTEN,
     Fault.REFUSED,
     Fault.ERROR_BUT_CREATED,
     Fault.LEAKED,

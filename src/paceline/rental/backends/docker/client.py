@@ -161,7 +161,7 @@ class DockerClient:
 
 def _not_found(instance_id: str) -> InstanceNotFoundError:
     return InstanceNotFoundError(
-        f"local-docker machine {instance_id[:12]} does not exist any more; provision another"
+        f"local-docker machine {instance_id[:12]} does not exist any more; see `paceline ls`"
     )
 
 

@@ -203,7 +203,7 @@ class LocalBackend:
         root = self._root(h)
         if root is None:
             raise InstanceNotFoundError(
-                f"local machine {h.instance_id} does not exist any more; provision another"
+                f"local machine {h.instance_id} does not exist any more; see `paceline ls`"
             )
         return root
 
