@@ -131,7 +131,7 @@ def test_no_report_breaks_the_parser(text: str) -> None:
 
 def test_addresses_that_a_shell_could_read_otherwise_are_refused() -> None:
     """The address goes into a command line."""
-    assert "'http://127.0.0.1:80/x'" in script("f", has_net=True, net_url="http://127.0.0.1:80/x")
+    assert " http://127.0.0.1:80/x " in script("f", has_net=True, net_url="http://127.0.0.1:80/x")
     assert "pip" not in script("f")
     with pytest.raises(ValueError, match="no address"):
         GpuAcceptance(clock=system_clock(), net_url="http://x/'; rm -rf ~")

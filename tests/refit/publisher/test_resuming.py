@@ -202,7 +202,7 @@ def test_other_weights_may_have_a_run_of_their_own(world: World) -> None:
     found = again.publish(step=0).result()
     assert (found.version_id, found.payload_format) == ("run.2-000000", FULL)
     assert world.said("run.2-000000").run_id == "run.2"
-    assert again.wait_installed(timeout_s=1)
+    assert again.wait_installed(timeout_s=30)
 
 
 def test_other_weights_may_be_refused(world: World) -> None:
