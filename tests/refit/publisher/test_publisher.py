@@ -460,12 +460,12 @@ def test_waiting_for_engines(make: Make) -> None:
     with pytest.raises(PublishError, match="nothing"):
         world.publisher.wait_installed(timeout_s=1)
     found = world.publish()
-    assert world.publisher.wait_installed(timeout_s=1)
+    assert world.publisher.wait_installed(timeout_s=30)
     for worker_id in ("g0", "g1"):
         world.generator(worker_id)
         assert not world.publisher.wait_installed(timeout_s=1)
         world.control.report_installed(serving(worker_id, found.version_id, found.root_digest))
-    assert world.publisher.wait_installed(timeout_s=1)
+    assert world.publisher.wait_installed(timeout_s=30)
 
 
 def test_engines_of_other_runs_are_not_waited_for(make: Make) -> None:
@@ -474,7 +474,7 @@ def test_engines_of_other_runs_are_not_waited_for(make: Make) -> None:
     world.publish()
     world.generator("g0")
     world.control.report_installed(serving("g0", "run-b-000007", "b" * 64))
-    assert world.publisher.wait_installed(timeout_s=1)
+    assert world.publisher.wait_installed(timeout_s=30)
     world.control.report_installed(serving("g0", "", ""))
     assert not world.publisher.wait_installed(timeout_s=1)
 

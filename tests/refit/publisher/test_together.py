@@ -284,7 +284,7 @@ def test_who_leaves_as_soon_as_it_is_out_has_not_given_up(world: World) -> None:
     published = world.publish(a, 0)
     assert world.states()[published.version_id] is VersionState.RELEASING
     assert published.root_digest == left[0].root_digest
-    assert a.wait_installed(timeout_s=1)
+    assert a.wait_installed(timeout_s=30)
 
 
 @pytest.mark.parametrize("order", [(("a", 4), ("b", 5)), (("b", 5), ("a", 4))])
