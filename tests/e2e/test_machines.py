@@ -56,6 +56,13 @@ def assert_json(operator: Operator) -> None:
     assert (told["copied"], told["num_files"]) == (False, 1)
 
 
+def assert_present(operator: Operator) -> None:
+    """Without -f the log is shown as it is now, while its role goes on."""
+    operator.wait_for(lambda: operator.type("logs", "in")[1].startswith("line 0\n"))
+    first = operator.type("logs", "in", "--json")[1].splitlines()[0]
+    assert json.loads(first)["text"] == "line 0"
+
+
 def assert_whole(operator: Operator, pulled: str) -> None:
     """No line of the log is lost or doubled, whoever shows it."""
     num_lines = pulled.count("\n")
@@ -72,6 +79,7 @@ def test_into_a_machine_and_out_again(operator: Operator, machine: FakeMachine) 
     up = operator.start("up", "job.yaml", "--yes", "--run-id", "in", "--out", "out")
     operator.wait_for(lambda: list(machine.home.rglob("logs/task-0.log")))
     follower = operator.start("logs", "in", "-f")
+    assert_present(operator)
     (operator.home / "file").write_text("there and back")
     assert operator.type("sync", "in", "file", ":sub/file")[0] == 0
     status, out, _ = operator.type("exec", "in", "--", "cat sub/file; exit 9")

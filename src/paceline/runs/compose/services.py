@@ -123,7 +123,7 @@ def log_of(
     return tail_of(
         access_of(services, machine),
         guest.log,
-        until=guest.path("state", str(guest.slot), "ended"),
+        until=guest.path("state", str(guest.slot), "ended") if follow else None,
         sink=sink,
     )
 
