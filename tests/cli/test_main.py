@@ -133,6 +133,7 @@ import signal
 import paceline.__main__ as entry
 import paceline.cli.main as command_line
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
 handlers = []
 command_line.guard_streams = lambda: handlers.append(signal.getsignal(signal.SIGINT))
 command_line.run = lambda _argv: handlers.append(signal.getsignal(signal.SIGINT)) or 0
