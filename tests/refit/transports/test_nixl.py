@@ -129,7 +129,7 @@ def expected() -> str:
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
-def test_between_processes(ends: tuple[Process, Process], request: pytest.FixtureRequest) -> None:
+def test_between_processes(ends: tuple[Process, Process]) -> None:
     """Bytes arrive, again after other memory came and went; gone is gone; death is an error."""
     source, sink = ends
     first = sink.tell()

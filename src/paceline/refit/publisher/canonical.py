@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -43,8 +42,6 @@ from paceline.refit.publisher.line import (
     Line,
     Outcome,
     Publication,
-    tell_failure,
-    tell_left_undone,
 )
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.values import (
@@ -101,10 +98,7 @@ class CanonicalPublisher:
         self._clock = clock
         self._options = options
         self._notify = notify
-        self._line = Line(
-            on_failure=partial(tell_failure, notify),
-            on_left_undone=partial(tell_left_undone, notify),
-        )
+        self._line = Line.telling(notify)
         self._capturer = Capturer(
             trainer=trainer,
             line=self._line,

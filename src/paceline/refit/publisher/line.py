@@ -13,7 +13,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from functools import partial
+from typing import Self, TypeAlias
 
 from paceline.core.errors import DeadlineExceededError, PacelineError
 from paceline.refit.errors import ControlUnavailableError, PublishError, VersionSkippedError
@@ -177,6 +178,14 @@ class Line:
         self._is_closed = False
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="paceline-publish", daemon=True)
+
+    @classmethod
+    def telling(cls, notify: Notify) -> Self:
+        """Return a line whose failures go to the log and the run."""
+        return cls(
+            on_failure=partial(tell_failure, notify),
+            on_left_undone=partial(tell_left_undone, notify),
+        )
 
     def require_new(self) -> None:
         """Refuse a second start. Raises PublishError."""

@@ -10,7 +10,6 @@ import logging
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -40,8 +39,6 @@ from paceline.refit.publisher.line import (
     Line,
     Outcome,
     Publication,
-    tell_failure,
-    tell_left_undone,
 )
 from paceline.refit.publisher.patience import persist
 from paceline.refit.publisher.resuming import alone, take_up
@@ -127,10 +124,7 @@ class Publisher:
             clock=clock,
         )
         self._composer = Composer()
-        self._line = Line(
-            on_failure=partial(tell_failure, notify),
-            on_left_undone=partial(tell_left_undone, notify),
-        )
+        self._line = Line.telling(notify)
         self._capturer = Capturer(
             trainer=trainer, line=self._line, shelf=self._shelf, clock=clock, options=options
         )

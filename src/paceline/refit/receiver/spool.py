@@ -49,7 +49,7 @@ class Spooled:
             try:
                 done = os.pwrite(self._fd, data, offset)
             except OSError as exc:
-                raise _cannot_be_kept(exc.strerror) from exc
+                raise NoRoomError(f"fetched weights cannot be kept: {exc.strerror}") from exc
             data, offset = data[done:], offset + done
 
 
@@ -185,7 +185,3 @@ def _give_back(spool: "weakref.ref[Spool]", file: _File) -> None:
     found = spool()
     if found is not None:
         found.take_back(file)
-
-
-def _cannot_be_kept(why: str | None) -> NoRoomError:
-    return NoRoomError(f"fetched weights cannot be kept: {why}")
